@@ -1,0 +1,1 @@
+"""autopart: a compiler that places a PyTorch training step on many devices."""

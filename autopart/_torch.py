@@ -1,0 +1,86 @@
+"""Every private or version-dependent torch name that autopart uses, in one place."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch._dynamo.exc import Unsupported, UserError
+from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+__all__ = [
+    "DATA_DEPENDENT",
+    "DYNAMO_REFUSALS",
+    "FakeTensor",
+    "FakeTensorMode",
+    "dynamo_graph",
+    "exporting",
+    "joint_graph",
+    "pytree",
+]
+
+DYNAMO_REFUSALS: tuple[type[Exception], ...] = (Unsupported, UserError)
+"""What torch.compile raises for code that it cannot put into one graph."""
+
+DATA_DEPENDENT: tuple[type[Exception], ...] = (DataDependentOutputException, GuardOnDataDependentSymNode)
+"""What tracing on fake tensors raises where Python needs the value of a tensor."""
+
+
+def joint_graph(
+    module: torch.nn.Module, args: tuple[Any, ...], decompositions: dict[Any, Callable[..., Any]]
+) -> torch.fx.GraphModule:
+    """The joint forward+backward aten graph of ``module(*args)``; forward only where nothing requires grad.
+
+    Placeholders and the output node carry descriptors in ``meta["desc"]``. The graph's `forward` takes two lists.
+    """
+    with contextlib.ExitStack() as stack, torch._guards.tracing(None):
+        exported = aot_export_joint_with_descriptors(stack, module, args, decompositions=decompositions)
+        graph: torch.fx.GraphModule = exported.graph_module
+        return graph
+
+
+def dynamo_graph(
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    backend: Callable[[torch.fx.GraphModule, list[torch.Tensor]], Callable[..., Any]],
+) -> Any:
+    """Call `function` under torch.compile, whole-graph and with every size fixed, handing its one graph to `backend`."""
+    config: Any = torch._dynamo.config
+    patch = config.patch(
+        automatic_dynamic_shapes=False,
+        assume_static_by_default=True,
+        specialize_float=True,
+        allow_rnn=True,
+        ignore_logging_functions=_logger_methods(),
+    )
+    with patch:
+        return torch.compile(function, backend=backend, fullgraph=True, dynamic=False)(*args, **kwargs)
+
+
+def _logger_methods() -> set[Any]:
+    """Logger methods that dynamo may skip: a library's warnings do not belong to its mathematics."""
+    import logging
+
+    methods = {logging.Logger.warning, logging.Logger.info, logging.Logger.debug, logging.Logger.error}
+    once = getattr(logging.Logger, "warning_once", None)
+    return methods | ({once} if once is not None else set())
+
+
+@contextlib.contextmanager
+def exporting() -> Iterator[None]:
+    """torch's "is exporting" flags set: libraries then skip code that looks at tensor values."""
+    names = ("_is_compiling_flag", "_is_exporting_flag", "_is_non_strict_tracing_flag")
+    before = {name: getattr(torch.compiler, name) for name in names if hasattr(torch.compiler, name)}
+    try:
+        for name in before:
+            setattr(torch.compiler, name, True)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(torch.compiler, name, value)

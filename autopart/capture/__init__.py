@@ -1,0 +1,60 @@
+"""Capture: a module and a sample call become one graph that holds at every batch size."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from autopart.capture import direct, dynamo
+from autopart.capture.call import Call, read_call
+from autopart.capture.convert import convert
+from autopart.capture.guard import untouched
+from autopart.capture.trace import Names
+from autopart.ir.captured import Captured
+
+ROUTES = {"compile": dynamo.trace, "direct": direct.trace}
+
+_NO_TARGET = object()
+
+
+def read(
+    module: torch.nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    batch: Mapping[str, int | None] | None = None,
+    target: Any = _NO_TARGET,
+) -> Call:
+    """The call as data: leaves, paths, batch dims. `target`, if given, is one more positional argument, for `loss_fn`."""
+    names = tuple(inspect.signature(module.forward).parameters)
+    positional = tuple(args) if target is _NO_TARGET else (*args, target)
+    return read_call(positional, kwargs or {}, batch, names)
+
+
+def capture(
+    module: torch.nn.Module,
+    call: Call,
+    *,
+    loss_fn: Callable[..., Any] | None = None,
+    target: bool = False,
+    route: str = "compile",
+) -> Captured:
+    """The joint graph of one call.
+
+    The call is traced at two batch sizes made from it: its own and twice that (2 and 4 for a single sample, since sizes of one
+    broadcast). `route` is "compile" (through torch.compile) or "direct" (the module itself; for fake parameters and the
+    largest models). With `target`, the call's last positional argument is handed to `loss_fn` after the output.
+
+    Raises CaptureError for data-dependent control flow, with the user's file and line, and for computations that change with
+    the batch size by more than sizes proportional to it.
+    """
+    if route not in ROUTES:
+        raise ValueError(f"capture: unknown route {route!r}; one of {', '.join(ROUTES)}")
+    names = Names.of(module)
+    small = max(call.batch, 2)
+    with untouched(module):
+        traces = [ROUTES[route](module, call.resized(size), loss_fn, target, names) for size in (small, 2 * small)]
+    return convert(traces[0], traces[1], call, names)

@@ -1,0 +1,123 @@
+"""The sample call: which of its leaves are tensors, which dim of each is the batch, and the same call at another batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from autopart import _torch
+from autopart.errors import CaptureError
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A call flattened: `leaves` in pytree order with a `path` each (``args[0]``, ``kwargs['mask']``), None for non-tensors.
+
+    `dims` has the batch dim of each leaf, None where it is not split.
+    """
+
+    leaves: tuple[Any, ...]
+    paths: tuple[str, ...]
+    spec: Any
+    dims: tuple[int | None, ...]
+    batch: int
+
+    @property
+    def tensors(self) -> tuple[tuple[str, torch.Tensor], ...]:
+        """(path, tensor) of the tensor leaves."""
+        return tuple((p, x) for p, x in zip(self.paths, self.leaves, strict=True) if isinstance(x, torch.Tensor))
+
+    def resized(self, batch: int) -> Call:
+        """The same call with a batch of `batch` samples, repeating samples; every tensor is a fresh one without grad."""
+        leaves = tuple(
+            _resize(leaf, dim, self.batch, batch) if isinstance(leaf, torch.Tensor) else leaf
+            for leaf, dim in zip(self.leaves, self.dims, strict=True)
+        )
+        return Call(leaves, self.paths, self.spec, self.dims, batch)
+
+    def unflatten(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The call's args and kwargs."""
+        args, kwargs = _torch.pytree.tree_unflatten(list(self.leaves), self.spec)
+        return args, kwargs
+
+    def key(self) -> tuple[Any, ...]:
+        """What a compiled program depends on: everything but the values and the batch size."""
+        return (str(self.spec), *(_leaf_key(leaf, dim) for leaf, dim in zip(self.leaves, self.dims, strict=True)))
+
+
+def read_call(args: tuple[Any, ...], kwargs: Mapping[str, Any], batch: Mapping[str, int | None] | None, names: tuple[str, ...]) -> Call:
+    """Flatten a call and find the batch dim of every tensor.
+
+    `batch` maps an input's name (a parameter of `forward`, listed in `names`, or a full path) to its batch dim or None.
+    Unnamed tensors are split at dim 0 where its size equals that of the first tensor input.
+    """
+    pairs, spec = _torch.pytree.tree_flatten_with_path((tuple(args), dict(kwargs)))
+    paths = tuple(_path(keys) for keys, _ in pairs)
+    leaves = tuple(leaf for _, leaf in pairs)
+    named = _named_dims(paths, dict(batch or {}), names)
+    size = _batch_size(paths, leaves, named)
+    dims = tuple(
+        None
+        if not isinstance(leaf, torch.Tensor)
+        else named[path]
+        if path in named
+        else (0 if leaf.dim() and leaf.shape[0] == size else None)
+        for path, leaf in zip(paths, leaves, strict=True)
+    )
+    for path, leaf, dim in zip(paths, leaves, dims, strict=True):
+        if dim is not None and leaf.shape[dim] != size:
+            raise ValueError(
+                f"batch: {path} has {leaf.shape[dim]} samples along dim {dim}, but the batch has {size}; "
+                f"name the batch dim of every input whose batch is elsewhere, for example batch={{'{path}': None}}"
+            )
+    return Call(leaves, paths, spec, dims, size)
+
+
+def _named_dims(paths: tuple[str, ...], batch: dict[str, int | None], names: tuple[str, ...]) -> dict[str, int | None]:
+    named: dict[str, int | None] = {}
+    for name, dim in batch.items():
+        prefixes = {name, f"kwargs['{name}']"} | ({f"args[{names.index(name)}]"} if name in names else set())
+        hits = [p for p in paths if any(p == q or p.startswith((q + "[", q + ".")) for q in prefixes)]
+        if not hits and name not in names:
+            raise ValueError(f"batch: no input is called {name!r}; the inputs of this call are {', '.join(paths)}")
+        named.update(dict.fromkeys(hits, dim))
+    return named
+
+
+def _batch_size(paths: tuple[str, ...], leaves: tuple[Any, ...], named: dict[str, int | None]) -> int:
+    for path, leaf in zip(paths, leaves, strict=True):
+        dim = named.get(path, 0)
+        if isinstance(leaf, torch.Tensor) and dim is not None and leaf.dim():
+            if leaf.shape[dim] == 0:
+                raise ValueError(f"batch: {path} has no samples (size 0 along dim {dim})")
+            return int(leaf.shape[dim])
+    raise CaptureError(
+        "the call has no tensor input with a batch dim, so there is nothing to split; pass the batch as a tensor argument, "
+        "or name its dim with batch={'name': dim}"
+    )
+
+
+def _resize(tensor: torch.Tensor, dim: int | None, old: int, new: int) -> torch.Tensor:
+    tensor = tensor.detach()
+    if dim is None or old == new:
+        return tensor.clone()
+    index = torch.arange(new, device=tensor.device) % old
+    return tensor.index_select(dim, index)
+
+
+def _leaf_key(leaf: Any, dim: int | None) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        return tuple("batch" if i == dim else s for i, s in enumerate(leaf.shape)), leaf.dtype
+    try:
+        hash(leaf)
+    except TypeError:
+        return type(leaf), id(leaf)
+    return type(leaf), leaf
+
+
+def _path(keys: tuple[Any, ...]) -> str:
+    first, *rest = keys
+    return ("args" if first.idx == 0 else "kwargs") + "".join(map(str, rest))

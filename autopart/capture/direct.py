@@ -1,0 +1,116 @@
+"""Capture without torch.compile: the module itself is traced, which is faster and takes fake parameters.
+
+Module names come from hooks that annotate the nodes made inside a module's forward; the annotation reaches backward nodes too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from autopart import _torch
+from autopart.capture.call import Call
+from autopart.capture.trace import Names, Trace, find_loss, flatten_result, joint
+
+
+class _Flat(torch.nn.Module):
+    """The call as a module of flat tensors: inputs in, (loss, other tensors) out; the return value's shape is kept aside."""
+
+    def __init__(self, module: torch.nn.Module, call: Call, run: Callable[..., Any]) -> None:
+        super().__init__()
+        self.module = module
+        self.call_ = call
+        self.run = run
+        self.outputs: tuple[tuple[str, str], ...] = ()
+        self.result: tuple[tuple[str, Any], ...] = ()
+        self.tree: Any = None
+        self.training_loss = False
+
+    def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        fresh = iter(tensors)
+        leaves = [next(fresh) if isinstance(x, torch.Tensor) else x for x in self.call_.leaves]
+        paths = {id(x): p for x, p in zip(leaves, self.call_.paths, strict=True) if isinstance(x, torch.Tensor)}
+        args, kwargs = _torch.pytree.tree_unflatten(leaves, self.call_.spec)
+        value = self.run(self.module, args, kwargs)
+        loss = find_loss(value, lambda x: bool(x.requires_grad))
+        self.training_loss = loss is not None and loss.requires_grad and torch.is_grad_enabled()
+        found, self.tree = flatten_result(value)
+        outputs: list[torch.Tensor] = []
+        result: list[tuple[str, Any]] = []
+        for leaf in found:
+            if isinstance(leaf, torch.Tensor) and id(leaf) in paths:
+                result.append(("input", paths[id(leaf)]))
+            elif isinstance(leaf, torch.Tensor):
+                result.append(("output", len(outputs)))
+                outputs.append(leaf)
+            else:
+                plain = leaf is None or isinstance(leaf, bool | int | float | str)
+                result.append(("literal", leaf if plain else None))
+        self.outputs = tuple(("loss" if x is loss else "output", str(i)) for i, x in enumerate(outputs))
+        self.result = tuple(result)
+        return tuple(x if x is loss and self.training_loss else x.detach() for x in outputs)
+
+
+def trace(module: torch.nn.Module, call: Call, loss_fn: Callable[..., Any] | None, target: bool, names: Names) -> Trace:
+    """Trace one call. With `target`, the call's last positional argument goes to `loss_fn`, not to the module."""
+
+    def run(inner: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if loss_fn is None:
+            return inner(*args, **kwargs)
+        output = inner(*(args[:-1] if target else args), **kwargs)
+        return (loss_fn(output, args[-1]) if target else loss_fn(output)), output
+
+    flat = _Flat(module, call, run)
+    tensors = tuple(tensor for _, tensor in call.tensors)
+    with _annotated(module), _torch.exporting(), torch.fx.traceback.preserve_node_meta():
+        graph = joint(flat, tensors, module)
+    inputs = tuple(_input(node.meta["desc"], flat, call, names) for node in graph.graph.nodes if _primal(node))
+    return Trace(graph, call.batch, inputs, flat.outputs, flat.result, flat.tree, flat.training_loss)
+
+
+def _primal(node: torch.fx.Node) -> bool:
+    return node.op == "placeholder" and type(node.meta["desc"]).__name__ != "TangentAOTInput"
+
+
+def _input(descriptor: Any, flat: _Flat, call: Call, names: Names) -> tuple[str, str, torch.Tensor]:
+    """What a placeholder is; a tied parameter has a placeholder for each of its names."""
+    match type(descriptor).__name__:
+        case "ParamAOTInput":
+            parameter = flat.get_parameter(descriptor.target)
+            return "parameter", names.parameters[id(parameter)], parameter
+        case "BufferAOTInput":
+            buffer = flat.get_buffer(descriptor.target)
+            return "buffer", names.buffers[id(buffer)], buffer
+        case _:
+            path, tensor = call.tensors[descriptor.idx]
+            return "input", path, tensor
+
+
+@contextlib.contextmanager
+def _annotated(module: torch.nn.Module) -> Iterator[None]:
+    """Module names on every node made inside a forward, by hooks that are gone afterwards."""
+    open_names: list[contextlib.AbstractContextManager[Any]] = []
+
+    def enter(name: str) -> Callable[..., None]:
+        def hook(*_: Any) -> None:
+            context = torch.fx.traceback.annotate({"module": name})
+            context.__enter__()
+            open_names.append(context)
+
+        return hook
+
+    def leave(*_: Any) -> None:
+        open_names.pop().__exit__(None, None, None)
+
+    with contextlib.ExitStack() as stack:
+        for name, part in module.named_modules():
+            stack.callback(part.register_forward_pre_hook(enter(name)).remove)
+            stack.callback(part.register_forward_hook(leave).remove)
+        try:
+            yield
+        finally:
+            while open_names:  # an exception skips the forward hooks
+                leave()

@@ -1,0 +1,120 @@
+"""Capture through torch.compile: the default route.
+
+Dynamo reads the user's Python and hands over one graph with the user's file and line on every node, module names,
+hand-written ``autograd.Function`` backwards, and refuses a data-dependent branch with its line.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from autopart import _torch
+from autopart.capture.call import Call
+from autopart.capture.trace import Names, Trace, find_loss, flatten_result, joint
+from autopart.errors import CaptureError
+
+
+def trace(module: torch.nn.Module, call: Call, loss_fn: Callable[..., Any] | None, target: bool, names: Names) -> Trace:
+    """Trace one call. With `target`, the call's last positional argument goes to `loss_fn`, not to the module."""
+    seen: dict[str, Any] = {}
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
+        seen["graph"] = graph
+        seen["inputs"] = [n.meta["grapharg"].example for n in graph.graph.nodes if n.op == "placeholder"]
+        outputs = [n.meta["example_value"] for n in _outputs(graph)]
+        seen["requires_grad"] = [bool(v.requires_grad) for v in outputs]
+        seen["metas"] = [torch.empty(v.shape, dtype=v.dtype, device="meta") for v in outputs]
+        return lambda *_: tuple(seen["metas"])
+
+    args, kwargs = call.unflatten()
+    # Dynamo keeps what it compiled with the code object: a fresh one leaves nothing behind and is never "recompiled".
+    fresh = types.FunctionType(_run.__code__.replace(), _run.__globals__)
+    try:
+        value = _torch.dynamo_graph(fresh, (module, loss_fn, target, args, kwargs), {}, backend)
+    except _torch.DYNAMO_REFUSALS as error:
+        raise _refusal(error, module) from error
+    if "graph" not in seen:
+        raise CaptureError(f"{type(module).__name__}.forward does no tensor operation, so there is nothing to place")
+    return _finish(module, call, value, seen, names)
+
+
+def _run(module: Any, loss_fn: Any, target: bool, args: Any, kwargs: Any) -> Any:
+    if loss_fn is None:
+        return module(*args, **kwargs)
+    if target:
+        output = module(*args[:-1], **kwargs)
+        return loss_fn(output, args[-1]), output
+    output = module(*args, **kwargs)
+    return loss_fn(output), output
+
+
+def _outputs(graph: torch.fx.GraphModule) -> tuple[torch.fx.Node, ...]:
+    return tuple(graph.graph.output_node().args[0])  # type: ignore[arg-type]
+
+
+def _finish(module: torch.nn.Module, call: Call, value: Any, seen: dict[str, Any], names: Names) -> Trace:
+    metas = {id(meta): i for i, meta in enumerate(seen["metas"])}
+    given = {id(tensor): path for path, tensor in call.tensors}
+    loss = find_loss(value, lambda x: id(x) in metas and seen["requires_grad"][metas[id(x)]])
+    loss_index = metas.get(id(loss)) if loss is not None else None
+    training = loss_index is not None and seen["requires_grad"][loss_index] and torch.is_grad_enabled()
+    leaves, tree = flatten_result(value)
+    result: list[tuple[str, Any]] = []
+    for leaf in leaves:
+        if id(leaf) in metas:
+            result.append(("output", metas[id(leaf)]))
+        elif id(leaf) in given:
+            result.append(("input", given[id(leaf)]))
+        else:
+            plain = leaf is None or isinstance(leaf, bool | int | float | str)
+            result.append(("literal", leaf if plain else None))
+    graph: torch.fx.GraphModule = seen["graph"]
+    _detach_all_but(graph, loss_index if training else None)
+    wanted = {index for kind, index in result if kind == "output"}
+    outputs = tuple(
+        ("loss" if i == loss_index else "output" if i in wanted else "unused", str(i)) for i in range(len(metas))
+    )
+    inputs = tuple(_name(tensor, given, names, i) for i, tensor in enumerate(seen["inputs"]))
+    joined = joint(graph, tuple(seen["inputs"]), module)
+    return Trace(joined, call.batch, inputs, outputs, tuple(result), tree, training)
+
+
+def _detach_all_but(graph: torch.fx.GraphModule, loss: int | None) -> None:
+    """Cut gradients at every output but the loss, so that the joint graph has the loss's backward and no other."""
+    node = graph.graph.output_node()
+    with graph.graph.inserting_before(node):
+        outputs = [
+            out if i == loss else graph.graph.call_method("detach", (out,)) for i, out in enumerate(_outputs(graph))
+        ]
+    node.args = (tuple(outputs),)
+    graph.recompile()
+
+
+def _name(tensor: torch.Tensor, given: dict[int, str], names: Names, index: int) -> tuple[str, str, torch.Tensor]:
+    if id(tensor) in names.parameters:
+        return "parameter", names.parameters[id(tensor)], tensor
+    if id(tensor) in names.buffers:
+        return "buffer", names.buffers[id(tensor)], tensor
+    if id(tensor) in given:
+        return "input", given[id(tensor)], tensor
+    return "constant", f"constant{index}", tensor
+
+
+def _refusal(error: Exception, module: torch.nn.Module) -> CaptureError:
+    """Dynamo's refusal in two lines: the user's line, and what it cannot do with it."""
+    text = str(error)
+    reason = next((line.strip() for line in text.splitlines() if line.strip()), type(error).__name__)
+    stack = getattr(error, "real_stack", None) or []
+    frames = [f for f in stack if "/torch/" not in f.filename and "/autopart/" not in f.filename]
+    place = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else type(module).__name__
+    code = f" ({frames[-1].line.strip()})" if frames and frames[-1].line else ""
+    advice = (
+        "use torch.where or masking instead of a branch on a tensor's value, or move the decision out of forward"
+        if "branch" in reason.lower() or "data" in reason.lower()
+        else "rewrite the line in plain tensor operations, or try capture='direct'"
+    )
+    return CaptureError(f"{place}{code}: cannot be captured in one graph: {reason}; {advice}")

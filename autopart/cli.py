@@ -1,0 +1,192 @@
+"""The command line: `autopart demo | plan | inspect`, thin covers of the functions of the same names."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from autopart import demo as demonstration
+from autopart.errors import AutopartError
+
+app = typer.Typer(help=__doc__, no_args_is_help=True, add_completion=False, pretty_exceptions_show_locals=False)
+
+Target = Annotated[
+    str,
+    typer.Argument(
+        help="FILE.py:NAME or MODULE:NAME of a function that returns (model, args) or (model, args, kwargs)"
+    ),
+]
+Mesh = Annotated[str | None, typer.Option(help="sizes of the mesh axes, such as pp=2,dp=2; default: chosen")]
+Placement = Annotated[str | None, typer.Option(help="ddp, zero1, zero2 or fsdp; default: chosen")]
+Schedule = Annotated[str | None, typer.Option(help="a pipeline schedule, such as gpipe or 1f1b; default: chosen")]
+Microbatches = Annotated[int | None, typer.Option(help="how many; default: chosen")]
+Memory = Annotated[str | None, typer.Option(help="the limit per device, such as 16GiB")]
+Stages = Annotated[int | None, typer.Option(help="how many pipeline stages; default: chosen")]
+Devices = Annotated[int | None, typer.Option(help="how many ranks; default: the size of the mesh")]
+
+
+def parse_mesh(text: str | None) -> dict[str, int] | None:
+    """``{"pp": 2, "dp": 2}`` for ``pp=2,dp=2``; None for None.
+
+    Raises:
+        ValueError: `text` is not of that form.
+    """
+    if text is None:
+        return None
+    pairs = [part.strip().partition("=") for part in text.split(",")]
+    if not all(axis and size.isdecimal() for axis, _, size in pairs):
+        raise ValueError(f"mesh: {text!r} is not of the form pp=2,dp=2")
+    return {axis: int(size) for axis, _, size in pairs}
+
+
+def load_target(target: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """The model and the sample call, positional and keyword arguments, that the function named by `target` returns.
+
+    Raises:
+        ValueError: there is no such function, or it returns something else.
+    """
+    place, _, name = target.rpartition(":")
+    if not place:
+        raise ValueError(f"target: {target!r} is not of the form FILE.py:NAME or MODULE:NAME")
+    module = demonstration.load_file(place) if place.endswith(".py") else importlib.import_module(place)
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise ValueError(f"target: {place} has no function {name!r}")
+    made = function()
+    if not isinstance(made, tuple) or len(made) not in (2, 3) or not isinstance(made[1], tuple):
+        raise ValueError(f"target: {name}() must return (model, args) or (model, args, kwargs), with args a tuple")
+    return made[0], made[1], made[2] if len(made) == 3 else {}
+
+
+def chosen(**options: Any) -> dict[str, Any]:
+    """The options that were given."""
+    return {name: value for name, value in options.items() if value is not None}
+
+
+@app.command()
+def demo(
+    nproc: Annotated[int, typer.Option(min=1, help="how many processes, one a rank")] = 4,
+    steps: Annotated[int, typer.Option(min=1, help="training steps")] = 400,
+    batch: Annotated[int, typer.Option(min=1, help="samples a step, over all ranks")] = 16,
+    mesh: Mesh = None,
+    placement: Placement = None,
+    schedule: Schedule = None,
+    microbatches: Microbatches = None,
+    model: Annotated[Path | None, typer.Option(help="a file like examples/gpt.py, which is the default")] = None,
+    out: Annotated[Path, typer.Option(help="folder for losses, weights, log and the ranks' sources")] = Path(
+        "out/demo"
+    ),
+) -> None:
+    """Train a small GPT on several processes of this machine and compare with one process, step by step."""
+    # The model is so small that one data axis would be chosen; two stages show more.
+    sizes = parse_mesh(mesh) or ({"pp": 2, "dp": nproc // 2} if nproc % 2 == 0 else None)
+    demonstration.run(
+        demonstration.Settings(
+            model=str((model or demonstration.default_model()).resolve()),
+            out=str(out.resolve()),
+            nproc=nproc,
+            steps=steps,
+            batch=batch,
+            mesh=sizes,
+            placement=placement,
+            schedule=schedule,
+            microbatches=microbatches,
+        )
+    )
+
+
+@app.command()
+def plan(
+    target: Target,
+    devices: Devices = None,
+    mesh: Mesh = None,
+    stages: Stages = None,
+    placement: Placement = None,
+    schedule: Schedule = None,
+    microbatches: Microbatches = None,
+    memory: Memory = None,
+    save: Annotated[Path | None, typer.Option(help="also write the plan to this file")] = None,
+) -> None:
+    """Print the plan for a model: stages, placements, schedule, predicted bytes and memory."""
+    model, args, kwargs = load_target(target)
+    made = make_plan(
+        model,
+        args,
+        kwargs,
+        devices=devices,
+        mesh=parse_mesh(mesh),
+        stages=stages,
+        placement=placement,
+        schedule=schedule,
+        microbatches=microbatches,
+        memory=memory,
+    )
+    typer.echo(made.summary())
+    if save is not None:
+        made.save(save)
+
+
+@app.command()
+def inspect(
+    target: Target,
+    devices: Devices = None,
+    mesh: Mesh = None,
+    stages: Stages = None,
+    placement: Placement = None,
+    schedule: Schedule = None,
+    microbatches: Microbatches = None,
+    memory: Memory = None,
+    rank: Annotated[int, typer.Option(min=0, help="whose source to print")] = 0,
+    out: Annotated[Path | None, typer.Option(help="write all ranks' sources to this folder instead")] = None,
+) -> None:
+    """Print the program that a rank runs, or write those of all ranks to a folder."""
+    import autopart
+
+    model, args, kwargs = load_target(target)
+    made = make_plan(
+        model,
+        args,
+        kwargs,
+        devices=devices,
+        mesh=parse_mesh(mesh),
+        stages=stages,
+        placement=placement,
+        schedule=schedule,
+        microbatches=microbatches,
+        memory=memory,
+    )
+    program = autopart.compile(model, made, args, kwargs)
+    if out is not None:
+        program.write(out)
+        typer.echo(f"the sources of {len(program.ranks)} ranks are in {out}")
+    elif rank >= len(program.ranks):
+        raise ValueError(f"rank: {rank} is not one of the {len(program.ranks)} ranks, which count from 0")
+    else:
+        typer.echo(program.ranks[rank].source)
+
+
+def make_plan(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], **options: Any) -> Any:
+    """`autopart.plan` with the options that were given; `devices` is the size of the mesh where only that was."""
+    import autopart
+    from autopart.ir.mesh import Mesh as DeviceMesh
+
+    if options["devices"] is None and options["mesh"] is not None:
+        options["devices"] = DeviceMesh.of(options["mesh"]).size
+    return autopart.plan(model, args, kwargs, **chosen(**options))
+
+
+def main() -> None:
+    """The entry point. Errors that speak to the user are printed without a traceback; the exit status is then 1."""
+    try:
+        app()
+    except (AutopartError, ValueError) as error:
+        typer.echo(f"autopart: {error}", err=True)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

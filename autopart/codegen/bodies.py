@@ -1,0 +1,70 @@
+"""The text of the bodies: one function a distinct body and phase."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from autopart.codegen.functions import function
+from autopart.codegen.layout import Layout
+
+
+@dataclass(frozen=True, slots=True)
+class Bodies:
+    """The functions' lines, and the name under which each layout's functions go (``name_forward``, ``name_backward``)."""
+
+    lines: tuple[str, ...]
+    names: dict[object, str]
+
+
+def bodies(layouts: Iterable[Layout]) -> Bodies:
+    """Emit every distinct body among the layouts once."""
+    layouts = tuple(layouts)
+    lines: list[str] = []
+    names: dict[object, str] = {}
+    for item in layouts:
+        if item.variant in names:
+            continue
+        taken = sum(name == item.body.name or name.startswith(f"{item.body.name}_w") for name in names.values())
+        name = names[item.variant] = item.body.name + (f"_w{taken + 1}" if taken else "")
+        users = [other.segment.name for other in layouts if other.variant == item.variant]
+        doc = users[0] if len(users) == 1 else f"{users[0]} to {users[-1]}"
+        lines += ["", "", *_forward(item, name, doc)]
+        if item.body.backward is not None:
+            lines += ["", "", *_backward(item, name, doc)]
+    return Bodies(tuple(lines), names)
+
+
+def _forward(item: Layout, name: str, doc: str) -> list[str]:
+    formals = ("b", "B", *item.values, *item.forward_fixed, *item.formals)
+    returned = list(item.body.forward.outputs)
+    if item.body.backward is not None:
+        returned.append(_tuple(item.body.saved))
+    return function(
+        f"{name}_forward",
+        formals,
+        item.body.forward.nodes,
+        ", ".join(returned) or "None",
+        doc=f"Forward of {doc}.",
+        prefix=item.segment.name.split("@")[0],
+    )
+
+
+def _backward(item: Layout, name: str, doc: str) -> list[str]:
+    assert item.body.backward is not None
+    formals = ("b", "B", *item.backward_inputs, *item.body.saved, *item.backward_fixed, *item.formals)
+    returned = list(item.body.backward.outputs[: len(item.segment.backward_outputs)])
+    returned += [_tuple(sources) for _, sources in item.gradients]
+    return function(
+        f"{name}_backward",
+        formals,
+        item.body.backward.nodes,
+        ", ".join(returned) or "None",
+        doc=f"Backward of {doc}.",
+        prefix=item.segment.name.split("@")[0],
+    )
+
+
+def _tuple(items: Iterable[str]) -> str:
+    items = tuple(items)
+    return f"({items[0]},)" if len(items) == 1 else f"({', '.join(items)})"

@@ -1,0 +1,136 @@
+"""The text of one function: a body's nodes as Python a person could have written."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from autopart.ir.graph import Arg, Node, Ref, Share, Size
+
+WIDTH = 120
+
+
+def function(
+    name: str, formals: Sequence[str], nodes: Sequence[Node], result: str, *, doc: str, prefix: str = "", batch: str = "b"
+) -> list[str]:
+    """The lines of ``def name(formals)``.
+
+    A comment names the module (its path after `prefix`) and the user's line where they change; values that are not needed any
+    more are deleted at the end of such a group. `batch` is the source for the microbatch's size.
+    """
+    lines = [*call(f"def {name}", formals, ":"), f'    """{doc}"""']
+    last = _last_uses(nodes, result)
+    position = 0
+    for group in _groups(nodes):
+        comment = _comment(group[0], prefix)
+        lines += [f"    {comment}"] if comment else []
+        lines += ["    " + line for node in group for line in statement(node, batch)]
+        position += len(group)
+        touched = dict.fromkeys(name for node in group for name in (*node.refs(), *node.names()))
+        dead = [name for name in touched if position - len(group) <= last.get(name, -1) < position]
+        if dead and position < len(nodes):  # at the end they die with the frame
+            lines += ["    " + line for line in wrapped("del ", dead)]
+    return [*lines, *("    " + line for line in wrapped_return(result))]
+
+
+def statement(node: Node, batch: str = "b") -> list[str]:
+    """``out, _ = aten.op.overload(args)``."""
+    names = [out.name if out is not None else "_" for out in node.outs]
+    target = names[0] if node.single else ", ".join(names) + ("," if len(names) == 1 else "")
+    args = [argument(arg, batch) for arg in node.args]
+    args += [f"{key}={argument(arg, batch)}" for key, arg in node.kwargs]
+    return call(f"{target} = {operator(node)}", args, "")
+
+
+def operator(node: Node) -> str:
+    """``aten.mm.default``; the full path for ops of other libraries."""
+    return node.opname if node.opname.startswith("aten.") else f"torch.ops.{node.opname}"
+
+
+def argument(arg: Arg, batch: str) -> str:
+    """Source for an argument."""
+    match arg:
+        case Ref(name):
+            return name
+        case Size():
+            return arg.text("B" if arg.whole else batch)
+        case Share():
+            return arg.text()
+        case tuple():
+            return "[" + ", ".join(argument(item, batch) for item in arg) + "]"
+        case torch.device():
+            return "DEVICE"
+        case float() if arg != arg or arg in (float("inf"), float("-inf")):
+            return f'float("{arg}")'
+        case _:
+            return repr(arg)
+
+
+def call(head: str, args: Sequence[str], tail: str) -> list[str]:
+    """``head(args)tail`` on as many lines as it takes."""
+    line = f"{head}({', '.join(args)}){tail}"
+    if len(line) <= WIDTH - 4:
+        return [line]
+    return [f"{head}(", *_filled(args, "    "), f"){tail}"]
+
+
+def wrapped(head: str, names: Sequence[str]) -> list[str]:
+    """``head a, b, c``, repeated on as many lines as it takes."""
+    lines: list[str] = []
+    row: list[str] = []
+    for name in names:
+        if row and len(head + ", ".join([*row, name])) > WIDTH - 4:
+            lines.append(head + ", ".join(row))
+            row = []
+        row.append(name)
+    return [*lines, head + ", ".join(row)]
+
+
+def wrapped_return(result: str) -> list[str]:
+    """``return result``, a long result in parentheses on several lines."""
+    if len(result) <= WIDTH - 11:
+        return [f"return {result}"]
+    return ["return (", *_filled(result.split(", "), "    "), ")"]
+
+
+def _filled(items: Sequence[str], indent: str) -> list[str]:
+    lines: list[str] = []
+    row = indent
+    for item in items:
+        if len(row) > len(indent) and len(row) + len(item) + 2 > WIDTH - 8:
+            lines.append(row.rstrip())
+            row = indent
+        row += item + ", "
+    lines.append(row.rstrip().rstrip(",") + ("," if not row.strip().startswith("*") else ""))
+    return lines
+
+
+def _groups(nodes: Sequence[Node]) -> Iterable[list[Node]]:
+    group: list[Node] = []
+    for node in nodes:
+        if group and (node.module, node.source) != (group[0].module, group[0].source):
+            yield group
+            group = []
+        group.append(node)
+    if group:
+        yield group
+
+
+def _comment(node: Node, prefix: str) -> str:
+    path = node.module
+    if prefix and (path == prefix or path.startswith(prefix + ".")):
+        path = path[len(prefix) + 1 :]
+    parts = [part for part in (path, node.source) if part]
+    return ("# " + " | ".join(parts))[: WIDTH - 4] if parts else ""
+
+
+def _last_uses(nodes: Sequence[Node], result: str) -> dict[str, int]:
+    """For each name that the nodes make, the last node that reads or makes it; what the function returns has none."""
+    last: dict[str, int] = {}
+    for position, node in enumerate(nodes):
+        last.update(dict.fromkeys((name for name in node.refs() if name in last), position))
+        last.update(dict.fromkeys(node.names(), position))
+    kept = set(re.findall(r"\w+", result))
+    return {name: position for name, position in last.items() if name not in kept}

@@ -1,0 +1,94 @@
+"""Rolling: texts that differ only in numbers become one text in a loop variable; a repeating sequence becomes a loop."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+_NUMBER = re.compile(r"(?<![A-Za-z_])\d+")
+
+
+def affine(numbers: Sequence[int], places: Sequence[int], variable: str) -> str | None:
+    """Source for the numbers as a linear function of the loop variable's values `places`; None if they are not one."""
+    if all(n == numbers[0] for n in numbers):
+        return str(numbers[0])
+    step, rest = divmod(numbers[1] - numbers[0], places[1] - places[0])
+    start = numbers[0] - step * places[0]
+    if rest or any(n != start + step * p for n, p in zip(numbers, places, strict=True)):
+        return None
+    match step:
+        case 1:
+            return variable if start == 0 else f"{variable} {'+' if start > 0 else '-'} {abs(start)}"
+        case -1:
+            return f"{start} - {variable}"
+        case _:
+            product = f"{step} * {variable}"
+            return product if start == 0 else f"{product} {'+' if start > 0 else '-'} {abs(start)}"
+
+
+def template(texts: Sequence[str], places: Sequence[int], variable: str = "i") -> str | None:
+    """One text for all of them, in terms of the loop variable; None if they differ in more than numbers linear in it.
+
+    before: world.parameters("h.2"), world.parameters("h.3")     after: world.parameters(f"h.{i}")
+    """
+    if all(text == texts[0] for text in texts):
+        return texts[0]
+    pieces = [_NUMBER.split(text) for text in texts]
+    if any(piece != pieces[0] for piece in pieces):
+        return None
+    numbers = list(zip(*([int(n) for n in _NUMBER.findall(text)] for text in texts), strict=True))
+    made = [pieces[0][0]]
+    opening = -1
+    for piece, column in zip(pieces[0][1:], numbers, strict=True):
+        source = affine(column, places, variable)
+        if source is None:
+            return None
+        before = "".join(made)
+        quoted = before.count('"') % 2 == 1
+        if quoted and not source.isdigit():
+            opening = before.rindex('"')
+            if before[opening - 1 : opening] != "f":
+                made = [before[:opening] + "f" + before[opening:]]
+            source = "{" + source + "}"
+        made += [source, piece]
+    return "".join(made)
+
+
+@dataclass(frozen=True, slots=True)
+class Loop(Generic[T]):
+    """`items` repeated `count` times, the n-th time shifted by n."""
+
+    items: tuple[T, ...]
+    count: int
+
+
+def periodic(items: Sequence[T], shift: Callable[[T, int], T]) -> list[T | Loop[T]]:
+    """The sequence with its repetitions as loops: the longest coverage first found from the left, at least two rounds.
+
+    ``shift(item, n)`` is what an item becomes n rounds later.
+    """
+    result: list[T | Loop[T]] = []
+    position = 0
+    while position < len(items):
+        best = Loop(tuple(items[position : position + 1]), 1)
+        for period in range(1, (len(items) - position) // 2 + 1):
+            first = tuple(items[position : position + period])
+            rounds = 1
+            while _matches(items, position + rounds * period, first, rounds, shift):
+                rounds += 1
+            if rounds > 1 and rounds * period > best.count * len(best.items):
+                best = Loop(first, rounds)
+        result.append(best if best.count > 1 else items[position])
+        position += best.count * len(best.items)
+    return result
+
+
+def _matches(items: Sequence[T], at: int, first: tuple[T, ...], rounds: int, shift: Callable[[T, int], T]) -> bool:
+    window = items[at : at + len(first)]
+    return len(window) == len(first) and all(
+        shift(item, rounds) == other for item, other in zip(first, window, strict=True)
+    )

@@ -1,0 +1,69 @@
+"""A rank's whole source: header, bodies, edges, stage functions, step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from autopart.codegen import stages as stage_text
+from autopart.codegen.bodies import bodies
+from autopart.codegen.functions import function
+from autopart.codegen.layout import layout
+from autopart.codegen.step import edges, prologue_inputs, step
+from autopart.ir.action import Scheduled
+from autopart.ir.plan import Plan
+from autopart.ir.staged import Staged
+
+
+def source(staged: Staged, scheduled: Scheduled, plan: Plan, rank: int) -> str:
+    """The Python source that one rank runs."""
+    place, degree = scheduled.schedule.place, plan.mesh.degree("dp")
+    column = plan.mesh.coordinate(rank).get("pp", 0)
+    held = [stage for stage, at in enumerate(place) if at == column]
+    lines = _header(staged, scheduled, plan, rank, held)
+    layouts = {s: [layout(x, staged.segmented, staged.state) for x in staged.stages[s]] for s in held}
+    text = bodies(item for s in held for item in layouts[s])
+    lines += _prologue(staged, held)
+    lines += text.lines
+    lines += edges(staged, held)
+    for s in held:
+        lines += stage_text.forward(staged, s, layouts[s], text.names, degree)
+        if any(item.body.backward is not None for item in layouts[s]):
+            lines += stage_text.backward(staged, s, layouts[s], text.names, degree)
+    lines += step(staged, held, scheduled.table[column], degree)
+    return "\n".join(line.rstrip() for line in lines) + "\n"
+
+
+def _header(staged: Staged, scheduled: Scheduled, plan: Plan, rank: int, held: Sequence[int]) -> list[str]:
+    schedule = scheduled.schedule
+    names = [segment.name for s in held for segment in staged.stages[s]]
+    span = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
+    where = ", ".join(f"{axis} {place}" for axis, place in plan.mesh.coordinate(rank).items()) or "the only one"
+    placements = ", ".join(f"{pattern}: {placement}" for pattern, placement in plan.placements)
+    kind = "training" if staged.segmented.captured.training else "forward only"
+    return [
+        f'"""Rank {rank} of {plan.mesh.size} ({where}): stage {", ".join(map(str, held))} of {schedule.stages}, {span}.',
+        "",
+        f"{kind}, schedule {schedule.name}, {schedule.microbatches} microbatches, placements {placements}",
+        "b is the number of samples in the microbatch at hand, B in the whole batch.",
+        '"""',
+        "",
+        "import torch",
+        "",
+        "aten = torch.ops.aten",
+        "",
+        f"RANK, MESH = {rank}, {dict(plan.mesh.axes)!r}",
+        f"PLACE = {schedule.place}  # the pp rank of each stage",
+        f"MICROBATCHES = {schedule.microbatches}",
+        'DEVICE = torch.device("cpu")  # the world\'s device when the program runs',
+    ]
+
+
+def _prologue(staged: Staged, held: Sequence[int]) -> list[str]:
+    captured = staged.segmented.captured
+    wanted = any(stage_text.stage_prologue(staged, s, backward=back) for s in held for back in (False, True))
+    if not wanted:
+        return []
+    formals = ["B", *(name for _, _, name in prologue_inputs(staged))]
+    results = ", ".join(item.value.name for item in captured.of_kind("prologue"))
+    doc = "What depends on the whole batch's inputs alone, computed before its first microbatch."
+    return ["", "", *function("prologue", formals, captured.prologue, results, doc=doc, batch="B")]

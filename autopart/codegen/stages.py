@@ -1,0 +1,292 @@
+"""The text of the stage functions: segments called in order, repeated ones in a loop."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+
+from autopart.codegen.functions import call
+from autopart.codegen.layout import Layout
+from autopart.codegen.roll import template
+from autopart.ir.captured import describe
+from autopart.ir.graph import Value
+from autopart.ir.staged import Edge, Staged
+from autopart.ir.state import Unit
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """One call of a body's function by one segment: global names in and out, and the lines around the call."""
+
+    name: str  # of the function
+    takes: tuple[str, ...]  # values by global name
+    arguments: tuple[str, ...]  # source of the other arguments
+    gives: tuple[str, ...]  # values by global name
+    variables: tuple[str, ...]  # a good name for each of them
+    extra: tuple[str, ...]  # further results: the saved tuple, gradients of units
+    after: tuple[str, ...]  # lines after the call
+    place: int  # the segment's own number in its name, if any
+
+
+@dataclass
+class _Writer:
+    """Lines of one stage function being written; `env` has the source of every value that is at hand."""
+
+    env: dict[str, str]
+    needed: frozenset[str]  # values that leave the stage
+    lines: list[str] = field(default_factory=list)
+    names: set[str] = field(default_factory=set)
+
+    def fresh(self, wish: str) -> str:
+        """A variable name that is not in use yet."""
+        base = re.sub(r"\W", "_", wish)
+        name, n = base, 1
+        while name in self.names:
+            n += 1
+            name = f"{base}_v{n}"
+        self.names.add(name)
+        return name
+
+
+def forward(staged: Staged, stage: int, layouts: Sequence[Layout], names: Mapping[object, str], degree: int) -> list[str]:
+    """``stageN_forward(world, batch, k, edges..., prologue...) -> edges..., outputs..., saved``."""
+    uses = [_forward_use(item, names, degree) for item in layouts]
+    edges_in, edges_out = staged.into(stage, forward=True), staged.out_of(stage, forward=True)
+    outputs = stage_outputs(staged, stage)
+    writer = _Writer({}, frozenset([*(v.name for e in edges_out for v in e.values), *outputs]))
+    lines = _head(staged, f"stage{stage}_forward", edges_in, (), stage_prologue(staged, stage, backward=False), writer)
+    lines += _inputs(staged, uses, writer)
+    saves = any(item.body.backward is not None for item in layouts)
+    lines += ["    saved = []"] if saves else []
+    _write(uses, writer)
+    returned = [_tuple(writer.env[value.name] for value in edge.values) for edge in edges_out]
+    returned += [writer.env[name] for name in outputs] + (["saved"] if saves else [])
+    return [*lines, *writer.lines, f"    return {', '.join(returned)}"]
+
+
+def backward(staged: Staged, stage: int, layouts: Sequence[Layout], names: Mapping[object, str], degree: int) -> list[str]:
+    """``stageN_backward(world, batch, k, saved, edges..., prologue...) -> edges...``."""
+    uses = [_backward_use(item, names, degree) for item in reversed(layouts) if item.body.backward is not None]
+    edges_in, edges_out = staged.into(stage, forward=False), staged.out_of(stage, forward=False)
+    writer = _Writer({}, frozenset(v.name for e in edges_out for v in e.values))
+    prologue = stage_prologue(staged, stage, backward=True)
+    lines = _head(staged, f"stage{stage}_backward", edges_in, ("saved",), prologue, writer)
+    for item in staged.segmented.captured.of_kind("tangent"):
+        if any(item.value.name in use.takes for use in uses):
+            writer.env[item.value.name] = "one"
+            lines.append(f"    one = torch.ones((), dtype={item.value.dtype}, device=DEVICE)")
+    _write(uses, writer)
+    returned = [_tuple(writer.env[value.name] for value in edge.values) for edge in edges_out]
+    return [*lines, *writer.lines, *([f"    return {', '.join(returned)}"] if returned else [])]
+
+
+def stage_outputs(staged: Staged, stage: int) -> tuple[str, ...]:
+    """The names of the step's outputs that a stage makes."""
+    made = {name for segment in staged.stages[stage] for name in segment.outputs}
+    wanted = dict.fromkeys(out.name for out in staged.segmented.captured.outputs if out.kind in ("loss", "output"))
+    return tuple(name for name in wanted if name in made)
+
+
+def stage_prologue(staged: Staged, stage: int, *, backward: bool) -> tuple[str, ...]:
+    """The prologue values that a stage's function reads."""
+    kinds = {item.value.name: item.kind for item in staged.segmented.captured.inputs}
+    read = [
+        name
+        for segment in staged.stages[stage]
+        for name in (segment.backward_fixed if backward else segment.forward_fixed)
+        if kinds[name] == "prologue"
+    ]
+    return tuple(dict.fromkeys(read))
+
+
+def _head(
+    staged: Staged, name: str, edges: Sequence[Edge], more: Sequence[str], prologue: Sequence[str], writer: _Writer
+) -> list[str]:
+    formals = ["world", "batch", "k", *more, *(f"from_{edge.source}" for edge in edges), *prologue]
+    lines = ["", "", *call(f"def {name}", formals, ":"), "    b, B = batch.sizes[k], batch.size"]
+    writer.env.update({value: value for value in prologue})
+    for edge in edges:
+        variables = [writer.fresh(_variable(staged, value.name)) for value in edge.values]
+        writer.env.update(zip((value.name for value in edge.values), variables, strict=True))
+        lines.append(f"    {_tuple(variables)} = from_{edge.source}  # {'; '.join(map(_placed, edge.values))}")
+    return lines
+
+
+def _placed(value: Value) -> str:
+    """A value that crosses devices, with its shape and placement."""
+    split = next((i for i, size in enumerate(value.shape) if not isinstance(size, int)), None)
+    name, _, what = describe(value).partition(": ")
+    return f"{what}, " + (f"Shard({split}) on dp" if split is not None else "Replicate() on dp")
+
+
+def _variable(staged: Staged, name: str) -> str:
+    """A variable name for a value between segments: the maker's for activations, ``d_`` and the receiver's for gradients."""
+    for segment in staged.segmented.segments:
+        if name in segment.outputs:
+            return _numbered(segment.name, segment.outputs.index(name), len(segment.outputs))
+    for segment in reversed(staged.segmented.segments):
+        if name in segment.backward_inputs:
+            return f"d_{segment.name}"
+    return name
+
+
+def _numbered(name: str, position: int, count: int) -> str:
+    return name if count == 1 else f"{name}_{position}"
+
+
+def _inputs(staged: Staged, uses: Sequence[Use], writer: _Writer) -> list[str]:
+    lines = []
+    taken = {name for use in uses for name in use.takes}
+    for item in staged.segmented.captured.of_kind("input"):
+        if item.value.name in taken:
+            writer.env[item.value.name] = writer.fresh(item.value.name)
+            lines.append(f'    {writer.env[item.value.name]} = batch.input("{item.target}", k)')
+    return lines
+
+
+def _forward_use(item: Layout, names: Mapping[object, str], degree: int) -> Use:
+    segment, saves = item.segment, item.body.backward is not None
+    return Use(
+        name=f"{names[item.variant]}_forward",
+        takes=segment.values,
+        arguments=(*_fixed(segment.forward_fixed, item), *(_parameters(unit, degree) for unit in item.units)),
+        gives=segment.outputs,
+        variables=tuple(_numbered(segment.name, i, len(segment.outputs)) for i in range(len(segment.outputs))),
+        extra=("kept",) if saves else (),
+        after=("saved.append(kept)",) if saves else (),
+        place=_place(segment.name),
+    )
+
+
+def _backward_use(item: Layout, names: Mapping[object, str], degree: int) -> Use:
+    segment = item.segment
+    extra = tuple(_numbered("grads", i, len(item.gradients)) for i in range(len(item.gradients)))
+    after = tuple(
+        f'world.reduce_scatter("{unit.name}", {name}, axis="dp")'
+        if unit.reduced_at_once(degree)
+        else f'world.accumulate("{unit.name}", {name})'
+        for (unit, _), name in zip(item.gradients, extra, strict=True)
+    )
+    return Use(
+        name=f"{names[item.variant]}_backward",
+        takes=segment.backward_inputs,
+        arguments=(
+            "*saved.pop()",
+            *_fixed(segment.backward_fixed, item),
+            *(_parameters(unit, degree) for unit in item.units),
+        ),
+        gives=segment.backward_outputs,
+        variables=tuple(f"d_{segment.name}_{i}" if i else f"d_{segment.name}" for i in range(len(segment.backward_outputs))),
+        extra=extra,
+        after=after,
+        place=_place(segment.name),
+    )
+
+
+def _parameters(unit: Unit, degree: int) -> str:
+    if unit.gathered(degree):
+        return f'*world.all_gather("{unit.name}", axis="dp")'
+    return f'*world.parameters("{unit.name}")'
+
+
+def _fixed(names: Sequence[str], item: Layout) -> Iterator[str]:
+    """Buffers come from the world; prologue values are variables of the stage function."""
+    buffers = dict(item.buffers)
+    for name in names:
+        yield f'world.buffer("{buffers[name]}")' if name in buffers else name
+
+
+def _place(name: str) -> int:
+    numbers = re.findall(r"\d+", name)
+    return int(numbers[-1]) if numbers else 0
+
+
+def _write(uses: Sequence[Use], writer: _Writer) -> None:
+    for _, group in groupby(uses, key=lambda use: (use.name, len(use.takes))):
+        run = list(group)
+        later = writer.needed | {name for use in uses[uses.index(run[-1]) + 1 :] for name in use.takes}
+        if len(run) < 2 or not _write_loop(run, later, writer):
+            for use in run:
+                _write_call(use, writer)
+
+
+def _write_call(use: Use, writer: _Writer) -> None:
+    variables = [writer.fresh(name) for name in use.variables]
+    args = ["b", "B", *(writer.env[name] for name in use.takes), *use.arguments]
+    writer.lines += ["    " + line for line in _call(use, variables, args)]
+    writer.lines += [f"    {line}" for line in use.after]
+    writer.env.update(zip(use.gives, variables, strict=True))
+
+
+def _call(use: Use, variables: Sequence[str], args: Sequence[str]) -> list[str]:
+    results = ", ".join([*variables, *use.extra])
+    return call(f"{results} = {use.name}" if results else use.name, args, "")
+
+
+def _write_loop(run: Sequence[Use], later: frozenset[str], writer: _Writer) -> bool:
+    """Write a run of uses of one function as a loop; False, with nothing written, if they do not follow a pattern.
+
+    A value that each round takes from the one before is a variable carried by the loop; one that differs from round to round
+    in a number is computed from the loop variable; results that are needed after the loop are collected in a list.
+    """
+    places = [use.place for use in run]
+    step = places[1] - places[0]
+    if abs(step) != 1 or any(b - a != step for a, b in zip(places, places[1:], strict=False)):
+        places = list(range(len(run)))
+        step = 1
+    carried = [_carried(run, position) for position in range(len(run[0].takes))]
+    ready = [c is not None or all(use.takes[p] in writer.env for use in run) for p, c in enumerate(carried)]
+    columns = [template(column, places) for column in zip(*(use.arguments for use in run), strict=True)]
+    afters = [template(column, places) for column in zip(*(use.after for use in run), strict=True)]
+    if not all(ready) or None in columns or None in afters:
+        return False
+    variables = [writer.fresh(re.sub(r"[._]?\d+$", "", name) or name) for name in run[0].variables]
+    args, before = [], []
+    for position, source in enumerate(carried):
+        if source is not None:
+            first = writer.env[run[0].takes[position]]
+            before += [f"    {variables[source]} = {first}"] if first != variables[source] else []
+            args.append(variables[source])
+            continue
+        texts = [writer.env[use.takes[position]] for use in run]
+        args.append(template(texts, places) or _listed(texts, places, before, writer))
+    keep = [p for p in range(len(variables)) if any(use.gives[p] in later for use in run[:-1])]
+    lists = {p: writer.fresh(f"{variables[p]}s") for p in keep}
+    before += [f"    {name} = []" for name in lists.values()]
+    low, high = min(places), max(places) + 1
+    span = f"range({low}, {high})" if low else f"range({high})"
+    writer.lines += [*before, f"    for i in {span if step > 0 else f'reversed({span})'}:"]
+    arguments = ["b", "B", *args, *(str(column) for column in columns)]
+    writer.lines += ["        " + line for line in _call(run[0], variables, arguments)]
+    writer.lines += [f"        {line}" for line in afters]
+    writer.lines += [f"        {lists[p]}.append({variables[p]})" for p in keep]
+    for number, use in enumerate(run):
+        for p, name in enumerate(use.gives):
+            writer.env[name] = f"{lists[p]}[{number}]" if p in lists else variables[p]
+    return True
+
+
+def _carried(run: Sequence[Use], position: int) -> int | None:
+    """The result of the previous round that every round takes at `position`, None if it does not."""
+    before, after = run[0].gives, run[1].takes[position]
+    source = before.index(after) if after in before else None
+    if source is None:
+        return None
+    chained = all(use.takes[position] == last.gives[source] for last, use in zip(run, run[1:], strict=False))
+    return source if chained else None
+
+
+def _listed(texts: Sequence[str], places: Sequence[int], before: list[str], writer: _Writer) -> str:
+    """An argument without a pattern: a tuple made before the loop, indexed by the loop variable."""
+    name = writer.fresh("each")
+    ordered = texts if places[0] <= places[-1] else list(reversed(texts))
+    before += ["    " + line for line in call(f"{name} = ", ordered, "")]
+    low = min(places)
+    return f"{name}[i - {low}]" if low else f"{name}[i]"
+
+
+def _tuple(items: Iterator[str] | Sequence[str]) -> str:
+    items = tuple(items)
+    return f"({items[0]},)" if len(items) == 1 else f"({', '.join(items)})"

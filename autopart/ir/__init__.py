@@ -1,0 +1,1 @@
+"""The intermediate representations: frozen data, their text forms and verifiers."""

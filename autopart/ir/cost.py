@@ -1,0 +1,107 @@
+"""What a segment costs, symbolically in the microbatch size, and as plain numbers at one size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from functools import lru_cache
+from math import ceil
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import sympy
+
+EXPRESSIONS = ("forward_flops", "backward_flops", "forward_bytes", "backward_bytes", "saved_bytes", "boundary_bytes")
+"""The fields of a cost that depend on the microbatch size."""
+
+
+@lru_cache(maxsize=1)
+def batch_symbol() -> sympy.Symbol:
+    """The symbol ``b`` of every cost: the number of samples in a microbatch, a positive integer."""
+    import sympy
+
+    return sympy.Symbol("b", integer=True, positive=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Tied:
+    """A parameter that several segments use; `nbytes` are part of the parameter bytes of each of them."""
+
+    name: str
+    nbytes: int
+    trainable: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentCost:
+    """The cost of one microbatch in one segment; expressions are in `batch_symbol()` (plain numbers are fine too).
+
+    Parameter bytes are whole, before any sharding; a parameter that other segments use too is counted here as well and
+    listed in `tied`, so that a stage with several of its users counts it once.
+    """
+
+    name: str
+    forward_flops: sympy.Expr
+    backward_flops: sympy.Expr
+    forward_bytes: sympy.Expr  # read and written by the forward
+    backward_bytes: sympy.Expr  # read and written by the backward
+    parameter_bytes: int  # trainable and frozen
+    trainable_bytes: int
+    saved_bytes: sympy.Expr  # activations kept from forward to backward
+    boundary_bytes: sympy.Expr  # values that flow in from earlier segments
+    tied: tuple[Tied, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.trainable_bytes <= self.parameter_bytes:
+            raise ValueError(
+                f"segment {self.name!r}: trainable_bytes must lie between 0 and parameter_bytes"
+                f" ({self.parameter_bytes}), not {self.trainable_bytes}"
+            )
+        for field in EXPRESSIONS:
+            symbols: set[object] = getattr(getattr(self, field), "free_symbols", set())
+            extra = symbols - {batch_symbol()}
+            if extra:
+                raise ValueError(f"segment {self.name!r}: {field} depends on {extra}; only batch_symbol() is known")
+
+    def at(self, batch: int) -> SegmentNumbers:
+        """The plain numbers for a microbatch of `batch` samples."""
+        values = _compiled(tuple(getattr(self, field) for field in EXPRESSIONS))(batch)
+        numbers = dict(zip(EXPRESSIONS, map(ceil, values), strict=True))
+        return SegmentNumbers(
+            name=self.name,
+            parameter_bytes=self.parameter_bytes,
+            trainable_bytes=self.trainable_bytes,
+            tied=self.tied,
+            **numbers,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentNumbers:
+    """A `SegmentCost` at one microbatch size: whole FLOPs and bytes."""
+
+    name: str
+    forward_flops: int
+    backward_flops: int
+    forward_bytes: int
+    backward_bytes: int
+    saved_bytes: int
+    boundary_bytes: int
+    parameter_bytes: int
+    trainable_bytes: int
+    tied: tuple[Tied, ...] = ()
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, int) and value < 0:
+                raise ValueError(f"segment {self.name!r}: {field.name} must not be negative, got {value}")
+
+
+@lru_cache(maxsize=4096)
+def _compiled(expressions: tuple[Any, ...]) -> Callable[[int], tuple[float, ...]]:
+    """One function for all expressions; equal segments share it."""
+    import sympy
+
+    function: Callable[[int], tuple[float, ...]] = sympy.lambdify(batch_symbol(), expressions, modules="math")
+    return function

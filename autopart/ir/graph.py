@@ -1,0 +1,165 @@
+"""The graph that every pass reads and returns: frozen nodes in execution order, sizes affine in the batch.
+
+FX ends at the frontier: `capture` converts the joint forward+backward FX graph once into this form. Three things differ from
+FX. A node with several results names them all (no ``getitem`` nodes). A size that moves with the batch is a :class:`Size`,
+so one graph serves every batch. Nothing is kept in a ``meta`` dictionary: what is known about a node is a field.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+Arg = Any
+"""An argument of a node: `Ref`, `Size`, `Share`, a plain Python or torch constant, or a tuple of arguments."""
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """The number ``per_sample * batch + constant``; its reciprocal-like form ``per_sample / batch`` if `inverse`.
+
+    With ``whole=False`` the batch is that of the microbatch at hand (a size in a shape); with ``whole=True`` it is the whole
+    global batch (a number that enters the arithmetic, such as the divisor of a mean).
+    """
+
+    per_sample: int | float
+    constant: int = 0
+    whole: bool = False
+    inverse: bool = False
+
+    def at(self, batch: int) -> int | float:
+        """The number at a batch of `batch` samples."""
+        return self.per_sample / batch if self.inverse else self.per_sample * batch + self.constant
+
+    def text(self, batch: str) -> str:
+        """Python source for the number, with `batch` the source for the batch size."""
+        if self.inverse:
+            return f"{self.per_sample} / {batch}"
+        product = batch if self.per_sample == 1 else f"{self.per_sample} * {batch}"
+        if self.constant == 0:
+            return product
+        return f"{product} {'+' if self.constant > 0 else '-'} {abs(self.constant)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """``factor`` times the microbatch's share of the whole batch, ``b / B``.
+
+    A value that is equal on all microbatches is scaled by it where it joins a sum over microbatches.
+    """
+
+    factor: int | float = 1
+
+    def text(self) -> str:
+        """Python source for the number."""
+        return "b / B" if self.factor == 1 else f"{self.factor} * b / B"
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """An argument that is another node's result, or an input, by name."""
+
+    name: str
+
+
+Dim = int | Size
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """One tensor: defined once, used by name."""
+
+    name: str
+    shape: tuple[Dim, ...]
+    dtype: torch.dtype
+
+    def at(self, batch: int) -> tuple[int, ...]:
+        """The shape at a (micro)batch of `batch` samples."""
+        return tuple(int(d.at(batch)) if isinstance(d, Size) else d for d in self.shape)
+
+    def nbytes(self, batch: int) -> int:
+        """The bytes of the tensor at a (micro)batch of `batch` samples."""
+        count = 1
+        for size in self.at(batch):
+            count *= size
+        return count * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One aten operator call. `outs` has an entry a result, None where nothing uses it; `single` if the op returns one tensor."""
+
+    op: torch._ops.OpOverload
+    args: tuple[Arg, ...]
+    kwargs: tuple[tuple[str, Arg], ...]
+    outs: tuple[Value | None, ...]
+    single: bool
+    backward: bool
+    module: str  # dotted path of the user's module whose call made this node, "" at the root
+    source: str  # 'file.py:12  code', or "" when unknown
+    sequence: int = -1  # autograd's sequence number: a backward node carries that of its forward node
+
+    def refs(self) -> Iterator[str]:
+        """The names of the values that this node reads, in order, with repetitions."""
+        yield from refs((self.args, tuple(value for _, value in self.kwargs)))
+
+    def names(self) -> Iterator[str]:
+        """The names of the values that this node defines."""
+        return (out.name for out in self.outs if out is not None)
+
+    @property
+    def opname(self) -> str:
+        """The operator as ``aten.mm.default``."""
+        return str(self.op)
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """A graph input. `kind`: parameter, buffer, input, constant, tangent or prologue; `target`: its name outside the graph.
+
+    The target is the dotted name for parameters, buffers and constants, the path in the call (``args[0]``,
+    ``kwargs['mask']['a']``) for inputs, the output's path for tangents, the value's own name for prologue values.
+    """
+
+    value: Value
+    kind: str
+    target: str
+    requires_grad: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """A graph output. `kind`: loss, output, grad (of the parameter or input `target`), mutation (of the buffer `target`).
+
+    How microbatches combine (known after `normalise`): concatenated along `dim`; else summed if `partial`; else all equal.
+    """
+
+    name: str
+    kind: str
+    target: str
+    dim: int | None = None
+    partial: bool = False
+
+
+def refs(arg: Arg) -> Iterator[str]:
+    """The names referred to anywhere inside an argument."""
+    if isinstance(arg, Ref):
+        yield arg.name
+    elif isinstance(arg, tuple | list):
+        for item in arg:
+            yield from refs(item)
+
+
+def map_arg(arg: Arg, leaf: Callable[[Arg], Arg]) -> Arg:
+    """The argument with `leaf` applied to everything in it that is not a tuple."""
+    if isinstance(arg, tuple | list):
+        return tuple(map_arg(item, leaf) for item in arg)
+    return leaf(arg)
+
+
+def rename(arg: Arg, names: Mapping[str, str]) -> Arg:
+    """The argument with every reference renamed by `names` (those absent keep theirs)."""
+    return map_arg(arg, lambda a: Ref(names.get(a.name, a.name)) if isinstance(a, Ref) else a)

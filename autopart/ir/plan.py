@@ -1,0 +1,168 @@
+"""The plan: everything that was decided about a training step, as frozen data that a file can hold."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from autopart.ir import plan_text
+from autopart.ir.codec import decode, encode
+from autopart.ir.mesh import Mesh
+from autopart.ir.placement import Placement
+
+SCHEMA = "autopart.plan"
+VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A contiguous run of segments and the ranks that hold it (several where the batch is split over data ranks)."""
+
+    segments: tuple[str, ...]
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StageMemory:
+    """Predicted peak bytes of each rank of a stage, by state."""
+
+    parameters: int = 0
+    optimizer: int = 0
+    gradients: int = 0
+    activations: int = 0  # those saved for backward, of all microbatches in flight at once
+    transient: int = 0  # buffers of the largest segment: gathered parameters, gradients not yet reduced to a part
+
+    @property
+    def total(self) -> int:
+        """The sum over the states."""
+        return self.parameters + self.optimizer + self.gradients + self.activations + self.transient
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """What the plan is expected to cost."""
+
+    step_seconds: float
+    bubble: float  # the part of the step that ranks wait for each other, 0 to 1
+    stage_seconds: tuple[float, ...]  # forward and backward of one microbatch, a stage
+    memory: tuple[StageMemory, ...]  # a stage
+    sent: tuple[tuple[tuple[str, int], ...], ...] = ()  # a rank: (collective, bytes sent per step)
+
+    def sent_by(self, rank: int) -> dict[str, int]:
+        """Bytes sent per step by a rank, by collective."""
+        return dict(self.sent[rank])
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Mesh, stages, placements, schedule and microbatches, what they are predicted to cost, and how good the choice is.
+
+    Raises ValueError where the parts contradict each other.
+    """
+
+    mesh: Mesh
+    stages: tuple[Stage, ...]
+    placements: tuple[tuple[str, Placement], ...]  # (pattern, placement), the first match holds, the last is '*'
+    schedule: str
+    microbatches: int
+    recompute: tuple[str, ...]
+    batch: int  # the whole batch of the sample call
+    prediction: Prediction
+    optimality: str
+    notes: tuple[str, ...]
+    fingerprint: str  # of the model that the plan was made for
+
+    def __post_init__(self) -> None:
+        if self.mesh.degree("pp") != len(self.stages):
+            raise ValueError(f"plan: {len(self.stages)} stages on a mesh of {self.mesh} (pp stages are expected)")
+        if sorted(rank for stage in self.stages for rank in stage.ranks) != list(range(self.mesh.size)):
+            raise ValueError(f"plan: the ranks of the stages are not the {self.mesh.size} ranks of the mesh, each once")
+        names = [name for stage in self.stages for name in stage.segments]
+        if len(set(names)) != len(names) or not all(stage.segments for stage in self.stages):
+            raise ValueError("plan: every stage needs a segment, and every segment exactly one stage")
+        if not self.placements or self.placements[-1][0] != "*":
+            raise ValueError("plan: the last placement pattern must be '*'")
+        if self.microbatches < 1 or self.batch < self.mesh.degree("dp") * self.microbatches:
+            raise ValueError(
+                f"plan: a batch of {self.batch} cannot be cut into dp={self.mesh.degree('dp')} x {self.microbatches}"
+                " microbatches"
+            )
+        if not len(self.prediction.memory) == len(self.prediction.stage_seconds) == len(self.stages):
+            raise ValueError(f"plan: the prediction must speak of {len(self.stages)} stages")
+        if self.prediction.sent and len(self.prediction.sent) != self.mesh.size:
+            raise ValueError(f"plan: bytes sent must be given for all {self.mesh.size} ranks or for none")
+
+    def stage_of(self, segment: str) -> int:
+        """The stage that holds a segment; ValueError for an unknown name."""
+        for number, stage in enumerate(self.stages):
+            if segment in stage.segments:
+                return number
+        raise ValueError(f"plan: no segment is named {segment!r}")
+
+    def placement_of(self, name: str) -> Placement:
+        """The placement of a parameter or module by its dotted name: that of the first match (`first_match`)."""
+        return first_match(self.placements, name)
+
+    def summary(self) -> str:
+        """A table of the stages and the predictions, to read."""
+        return plan_text.summary(self)
+
+    def explain(self) -> str:
+        """Why the plan is as it is, to read."""
+        return plan_text.explain(self)
+
+    def diff(self, other: Plan) -> str:
+        """What changes from this plan to another, a line a change; empty if nothing does."""
+        return plan_text.diff(self, other)
+
+    def to_json(self) -> str:
+        """The plan as JSON text."""
+        data = {"schema": SCHEMA, "version": VERSION, "plan": encode(self)}
+        return json.dumps(data, indent=1, allow_nan=False) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """The plan that `to_json` wrote; ValueError says what differs if the text is something else."""
+        data = json.loads(text, parse_constant=_no_constant)
+        if not isinstance(data, dict) or data.get("schema") != SCHEMA:
+            raise ValueError(f"not a plan: expected an object with schema {SCHEMA!r}")
+        if data.get("version") != VERSION or isinstance(data["version"], bool):
+            raise ValueError(f"plan: cannot read schema version {data.get('version')!r}; this autopart reads {VERSION}")
+        if extra := sorted(set(data) - {"schema", "version", "plan"}):
+            raise ValueError(f"plan: unknown field {', '.join(extra)}")
+        plan: Plan = decode(cls, data.get("plan"), "plan")
+        return plan
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan to a JSON file."""
+        Path(path).write_text(self.to_json(), encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Plan:
+        """Read a plan from a JSON file; ValueError names the file and what is wrong with it."""
+        try:
+            return cls.from_json(Path(path).read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from None
+
+
+def first_match(placements: tuple[tuple[str, Placement], ...], name: str) -> Placement:
+    """The first placement whose pattern matches `name` or a module around it; ValueError if none does."""
+    parts = name.split(".")
+    around = [".".join(parts[:length]) for length in range(len(parts), 0, -1)]
+    for pattern, placement in placements:
+        if any(fnmatchcase(candidate, pattern) for candidate in around):
+            return placement
+    raise ValueError(f"placement: no pattern matches {name!r}; end with '*'")
+
+
+def stage_ranks(mesh: Mesh, stage: int) -> tuple[int, ...]:
+    """The ranks of a mesh that hold a stage: those at its place on the pp axis."""
+    return tuple(rank for rank in range(mesh.size) if mesh.coordinate(rank).get("pp", 0) == stage)
+
+
+def _no_constant(name: str) -> float:
+    raise ValueError(f"plan: {name} is not a number that a plan can hold")

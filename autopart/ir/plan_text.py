@@ -1,0 +1,135 @@
+"""A plan as text for people: summary, explanation, difference."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from autopart.ir.plan import Plan
+
+_STATES = ("parameters", "optimizer", "gradients", "activations", "transient")
+
+
+def format_bytes(count: int | float) -> str:
+    """Bytes in binary units, such as ``1.5 GiB``."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
+
+
+def format_seconds(seconds: float) -> str:
+    """Seconds with a readable unit, such as ``1.50 ms``."""
+    for scale, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
+        if seconds >= scale:
+            return f"{seconds / scale:.2f} {unit}"
+    return f"{seconds * 1e9:.2f} ns"
+
+
+def span(names: tuple[str, ...]) -> str:
+    """A run of segments by its ends: ``h.0 .. h.3``."""
+    return names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"
+
+
+def summary(plan: Plan) -> str:
+    """Choices, a table with a row a stage, and predictions."""
+    predicted = plan.prediction
+    rows = [["stage", "segments", "ranks", "time", *_STATES, "peak"]]
+    for number, stage in enumerate(plan.stages):
+        memory = predicted.memory[number]
+        rows.append(
+            [str(number), f"{len(stage.segments)}: {span(stage.segments)}", _ranks(stage.ranks)]
+            + [format_seconds(predicted.stage_seconds[number])]
+            + [format_bytes(getattr(memory, state)) for state in _STATES]
+            + [format_bytes(memory.total)]
+        )
+    head = [
+        f"mesh {plan.mesh}, schedule {plan.schedule}, {plan.microbatches} microbatch{'es' * (plan.microbatches > 1)}"
+        f" of a batch of {plan.batch}",
+        "placement " + "; ".join(f"{pattern}: {placement}" for pattern, placement in plan.placements),
+        *([f"recompute {', '.join(plan.recompute)}"] if plan.recompute else []),
+        f"predicted step {format_seconds(predicted.step_seconds)}, bubble {predicted.bubble:.1%}",
+    ]
+    return "\n".join([*head, *_table(rows), *_traffic(plan), f"optimality: {plan.optimality}"])
+
+
+def explain(plan: Plan) -> str:
+    """The reasons for the choices, and which stage binds time and memory."""
+    predicted = plan.prediction
+    slow = max(range(len(plan.stages)), key=lambda s: predicted.stage_seconds[s])
+    full = max(range(len(plan.stages)), key=lambda s: predicted.memory[s].total)
+    parts = [(state, getattr(predicted.memory[full], state)) for state in _STATES]
+    largest = " + ".join(f"{format_bytes(size)} {state}" for state, size in parts if size)
+    return "\n".join(
+        [
+            f"mesh {plan.mesh}, schedule {plan.schedule}, microbatches {plan.microbatches}",
+            *(f"- {note}" for note in plan.notes),
+            f"- slowest is stage {slow} ({span(plan.stages[slow].segments)}):"
+            f" {format_seconds(predicted.stage_seconds[slow])} a microbatch",
+            f"- fullest is stage {full} ({span(plan.stages[full].segments)}):"
+            f" {format_bytes(predicted.memory[full].total)} = {largest or 'nothing'}",
+            f"- optimality: {plan.optimality}",
+        ]
+    )
+
+
+def diff(plan: Plan, other: Plan) -> str:
+    """A line for each field that differs, stage by stage and state by state."""
+    before, after = _flat(plan), _flat(other)
+    keys = [*before, *(key for key in after if key not in before)]
+    return "\n".join(
+        f"{key}: {before.get(key, '(none)')} -> {after.get(key, '(none)')}"
+        for key in keys
+        if before.get(key) != after.get(key)
+    )
+
+
+def _flat(plan: Plan) -> dict[str, str]:
+    """Every fact of a plan by a readable name."""
+    facts = {field.name: str(getattr(plan, field.name)) for field in fields(plan)}
+    for structured in ("stages", "placements", "prediction", "notes", "recompute"):
+        del facts[structured]
+    facts["placement"] = "; ".join(f"{pattern}: {placement}" for pattern, placement in plan.placements)
+    facts["recompute"] = ", ".join(plan.recompute) or "nothing"
+    for number, stage in enumerate(plan.stages):
+        facts[f"stage {number} segments"] = ", ".join(stage.segments)
+        facts[f"stage {number} ranks"] = _ranks(stage.ranks)
+    facts["step seconds"] = repr(plan.prediction.step_seconds)
+    facts["bubble"] = repr(plan.prediction.bubble)
+    for number, memory in enumerate(plan.prediction.memory):
+        facts[f"stage {number} seconds"] = repr(plan.prediction.stage_seconds[number])
+        facts |= {f"stage {number} {state} bytes": str(getattr(memory, state)) for state in _STATES}
+    for rank, sent in enumerate(plan.prediction.sent):
+        facts |= {f"rank {rank} {collective} bytes": str(count) for collective, count in sent}
+    return facts | {f"note {number}": note for number, note in enumerate(plan.notes)}
+
+
+def _ranks(ranks: tuple[int, ...]) -> str:
+    """Rank numbers, shortened to a range or a stride where they are one."""
+    steps = {b - a for a, b in pairwise(ranks)}
+    if len(ranks) < 4 or len(steps) != 1:
+        return ",".join(map(str, ranks))
+    step = steps.pop()
+    return f"{ranks[0]}-{ranks[-1]}" + (f" by {step}" if step != 1 else "")
+
+
+def _traffic(plan: Plan) -> list[str]:
+    """Bytes sent, a line for each group of ranks that send the same."""
+    groups: dict[tuple[tuple[str, int], ...], list[int]] = {}
+    for rank, sent in enumerate(plan.prediction.sent):
+        groups.setdefault(sent, []).append(rank)
+    return [
+        f"rank {_ranks(tuple(ranks))} sends per step: "
+        + (", ".join(f"{collective} {format_bytes(count)}" for collective, count in sent) or "nothing")
+        for sent, ranks in groups.items()
+    ]
+
+
+def _table(rows: list[list[str]]) -> list[str]:
+    """Rows with aligned columns, the first row as head."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return [lines[0], "  ".join("-" * width for width in widths), *lines[1:]]

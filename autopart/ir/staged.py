@@ -1,0 +1,51 @@
+"""Stages: the segments dealt to pipeline stages, and what flows between stages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autopart.ir.graph import Value
+from autopart.ir.segmented import Segment, Segmented
+from autopart.ir.state import State
+
+
+@dataclass(frozen=True, slots=True)
+class Edge:
+    """The values that stage `source` hands to stage `target` for each microbatch: activations upward, gradients downward."""
+
+    source: int
+    target: int
+    values: tuple[Value, ...]
+
+    @property
+    def forward(self) -> bool:
+        """Whether it carries activations."""
+        return self.source < self.target
+
+    def nbytes(self, batch: int) -> int:
+        """The bytes sent for a microbatch of `batch` samples."""
+        return sum(value.nbytes(batch) for value in self.values)
+
+
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """The step cut into stages. ``stages[s]`` are the segments of stage s, in order."""
+
+    segmented: Segmented
+    stages: tuple[tuple[Segment, ...], ...]
+    edges: tuple[Edge, ...]
+    state: State
+
+    def into(self, stage: int, *, forward: bool) -> tuple[Edge, ...]:
+        """The edges that end at a stage, in order of their source."""
+        return tuple(edge for edge in self.edges if edge.target == stage and edge.forward == forward)
+
+    def out_of(self, stage: int, *, forward: bool) -> tuple[Edge, ...]:
+        """The edges that begin at a stage, in order of their target."""
+        return tuple(edge for edge in self.edges if edge.source == stage and edge.forward == forward)
+
+    def __str__(self) -> str:
+        """A line a stage and a line an edge."""
+        lines = [f"stage {i}: {', '.join(segment.name for segment in row)}" for i, row in enumerate(self.stages)]
+        lines += [f"{e.source} -> {e.target}: {', '.join(value.name for value in e.values)}" for e in self.edges]
+        return "\n".join(lines)

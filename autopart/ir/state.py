@@ -1,0 +1,125 @@
+"""Where training state lives: parameters in units, each unit placed as a whole.
+
+A unit is what one collective moves: the parameters of one segment that share dtype, trainability and placement, or one
+parameter that several segments use. A sharded unit is cut along dim 0 of every parameter, as by ``torch.tensor_split`` (larger
+parts first; a part may have no rows), so a part keeps its parameter's ndim. On the wire a part is flat and padded to the
+longest one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+
+import torch
+
+from autopart.ir.placement import Mode, Modes
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """A parameter by its name in the module, with its whole shape."""
+
+    target: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def numel(self) -> int:
+        """The number of elements of the whole."""
+        return prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the whole."""
+        return self.numel * self.dtype.itemsize
+
+    def rows(self, part: int, parts: int) -> tuple[int, int]:
+        """The rows ``[start, stop)`` of dim 0 that part `part` of `parts` has; a 0-d parameter is wholly in part 0."""
+        count = self.shape[0] if self.shape else 1
+        size, larger = divmod(count, parts)
+        start = part * size + min(part, larger)
+        return start, start + size + (part < larger)
+
+    def part_shape(self, part: int, parts: int) -> tuple[int, ...]:
+        """The shape of a part (a 0-d parameter has none elsewhere than in part 0: its other parts have shape (0,))."""
+        start, stop = self.rows(part, parts)
+        if not self.shape:
+            return () if stop > start else (0,)
+        return (stop - start, *self.shape[1:])
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """Parameters that are placed, gathered and reduced together. `stages` are the stages that use it."""
+
+    name: str
+    parameters: tuple[Parameter, ...]
+    trainable: bool
+    modes: Modes
+    stages: tuple[int, ...]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of every parameter of the unit."""
+        return self.parameters[0].dtype
+
+    @property
+    def numel(self) -> int:
+        """The number of elements of the whole unit."""
+        return sum(parameter.numel for parameter in self.parameters)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the whole unit."""
+        return self.numel * self.dtype.itemsize
+
+    def part_numel(self, part: int, parts: int) -> int:
+        """The elements of one part."""
+        return sum(prod(parameter.part_shape(part, parts)) for parameter in self.parameters)
+
+    def padded(self, parts: int) -> int:
+        """The elements of a part on the wire: those of the longest part."""
+        return max(self.part_numel(part, parts) for part in range(parts))
+
+    def gathered(self, parts: int) -> bool:
+        """Whether the parameters are gathered before each use and dropped after it (FSDP)."""
+        return parts > 1 and self.modes.parameters is Mode.GATHERED
+
+    def updated_in_parts(self, parts: int) -> bool:
+        """Whether each rank keeps whole parameters but updates only its part (ZeRO-1 and 2)."""
+        sharded = self.modes.optimizer is Mode.SHARDED and self.modes.parameters is Mode.REPLICATED
+        return parts > 1 and self.trainable and sharded
+
+    def reduced_at_once(self, parts: int) -> bool:
+        """Whether gradients are reduced to parts as each microbatch makes them (ZeRO-2, FSDP)."""
+        return parts > 1 and self.trainable and self.modes.gradients is Mode.SHARDED
+
+    def held_in_parts(self, parts: int) -> bool:
+        """Whether the user's parameter (and so the optimizer's state) is a part on each rank."""
+        return self.gathered(parts) or self.updated_in_parts(parts)
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """The state part of a program: every unit, and which tensors are read-only beside them."""
+
+    units: tuple[Unit, ...]
+    buffers: tuple[str, ...]
+
+    def unit(self, name: str) -> Unit:
+        """The unit of a name."""
+        return next(unit for unit in self.units if unit.name == name)
+
+    def of_stage(self, stage: int) -> Iterator[Unit]:
+        """The units that a stage uses."""
+        return (unit for unit in self.units if stage in unit.stages)
+
+    def home(self, target: str) -> tuple[Unit, int]:
+        """The unit of a parameter and its place in it; KeyError for a parameter that no segment uses."""
+        for unit in self.units:
+            for position, parameter in enumerate(unit.parameters):
+                if parameter.target == target:
+                    return unit, position
+        raise KeyError(target)

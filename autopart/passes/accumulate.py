@@ -1,0 +1,110 @@
+"""Regroup gradient accumulation: sum what one segment contributes before it leaves the segment.
+
+before: d = (skip_from_h7 + residual_of_h1) + norm_of_h1      two gradients of h1 travel to h0
+after:  d1 = residual_of_h1 + norm_of_h1; d = d1 + skip_from_h7   one does
+
+Autograd adds the gradients of a value in the order in which they arrive. Only trees of additions whose leaves lie in
+different segments change, and only by reassociation.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from autopart.ir.graph import Node, Ref
+
+
+@dataclass(frozen=True, slots=True)
+class Tree:
+    """A maximal tree of additions: the add nodes by result name, its root's name, its leaves in order."""
+
+    adds: tuple[str, ...]
+    root: str
+    leaves: tuple[str, ...]
+
+
+def is_sum(node: Node, made: Iterable[str]) -> bool:
+    """Whether a backward node adds two gradients; `made` are the values that the backward makes."""
+    pair = [arg for arg in node.args if isinstance(arg, Ref) and arg.name in made]
+    return node.backward and node.opname == "aten.add.Tensor" and len(pair) == 2 and not node.kwargs
+
+
+def trees(nodes: Iterable[Node], outputs: Iterable[str]) -> tuple[Tree, ...]:
+    """The maximal trees of gradient additions. A sum that is used more than once, or is an output, is a root."""
+    nodes = tuple(nodes)
+    made = {name for node in nodes if node.backward for name in node.names()}
+    sums = {next(node.names()): node for node in nodes if is_sum(node, made)}
+    uses = Counter(name for node in nodes for name in node.refs())
+    uses.update(outputs)
+    outputs = set(outputs)
+    inner = {
+        name
+        for node in sums.values()
+        for name in node.refs()
+        if name in sums and uses[name] == 1 and name not in outputs
+    }
+
+    def leaves(name: str) -> list[str]:
+        return [leaf for ref in sums[name].refs() for leaf in (leaves(ref) if ref in inner else [ref])]
+
+    def adds(name: str) -> list[str]:
+        return [add for ref in sums[name].refs() if ref in inner for add in adds(ref)] + [name]
+
+    return tuple(Tree(tuple(adds(name)), name, tuple(leaves(name))) for name in sums if name not in inner)
+
+
+def regroup(
+    nodes: tuple[Node, ...], outputs: Iterable[str], home: Mapping[str, int]
+) -> tuple[tuple[Node, ...], dict[str, int]]:
+    """The nodes with every cross-segment tree regrouped, and the segment of each of its new sums.
+
+    `home` gives the segment of every value; that of a tree's root is the segment where the whole sum is used.
+    """
+    defined = {name: node for node in nodes for name in node.names()}
+    homes: dict[str, int] = {}
+    removed: set[str] = set()
+    after: dict[str, list[Node]] = {}
+    at: dict[str, list[Node]] = {}
+    order = {name: i for i, node in enumerate(nodes) for name in node.names()}
+    for tree in trees(nodes, outputs):
+        groups: dict[int, list[str]] = {}
+        for leaf in tree.leaves:
+            groups.setdefault(home[leaf], []).append(leaf)
+        if len(groups) == 1:
+            homes.update(dict.fromkeys(tree.adds, next(iter(groups))))
+            continue
+        removed.update(tree.adds)
+        spare = [defined[name] for name in tree.adds]
+        parts = []
+        for group in sorted(groups, reverse=True):
+            members = sorted(groups[group], key=order.__getitem__)
+            made, total = _chain(members, spare)
+            homes.update({name: group for node in made for name in node.names()})
+            after.setdefault(members[-1], []).extend(made)
+            parts.append(total)
+        made, _ = _chain(parts, spare)
+        homes.update({name: home[tree.root] for node in made for name in node.names()})
+        at[tree.root] = made
+    result: list[Node] = []
+    for node in nodes:
+        names = tuple(node.names())
+        if names and names[0] in removed:
+            result.extend(at.get(names[0], ()))
+            continue
+        result.append(node)
+        for name in names:
+            result.extend(after.get(name, ()))
+    return tuple(result), homes
+
+
+def _chain(members: list[str], spare: list[Node]) -> tuple[list[Node], str]:
+    """``((a + b) + c)`` out of nodes taken from the front of `spare`."""
+    total, made = members[0], []
+    for member in members[1:]:
+        node = spare.pop(0)
+        node = replace(node, args=(Ref(total), Ref(member)))
+        made.append(node)
+        total = next(node.names())
+    return made, total

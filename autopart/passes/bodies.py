@@ -1,0 +1,198 @@
+"""Bodies: the nodes of each segment under local names, equal ones shared.
+
+Two segments share a body when their nodes, sizes, inputs and outputs are equal up to names, forward and backward.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from autopart.ir.captured import Captured
+from autopart.ir.graph import Node, Value, rename
+from autopart.ir.segmented import Body, Function, Segment, Segmented
+
+FIXED = ("buffer", "constant", "prologue")
+
+
+@dataclass(frozen=True, slots=True)
+class _Flow:
+    """What a segment reads and hands on, in the whole graph's names."""
+
+    forward: tuple[Node, ...]
+    backward: tuple[Node, ...]
+    segment: Segment
+    saved: tuple[str, ...]
+    gradients: tuple[str, ...]  # the values of Segment.gradients
+
+
+def build(captured: Captured, names: list[str], home: Mapping[str, int]) -> Segmented:
+    """The segments called `names`, given the segment number of every value that a node defines."""
+    flows = _flows(captured, names, home)
+    values = {value.name: value for value in captured.values()}
+    targets = {item.target: item.value.name for item in captured.of_kind("parameter")}
+    bodies: list[Body] = []
+    numbers: dict[object, int] = {}
+    segments = []
+    for flow in flows:
+        body = _localised(flow, values, targets)
+        number = numbers.setdefault(_key(body), len(bodies))
+        if number == len(bodies):
+            bodies.append(body)
+        segments.append(replace(flow.segment, body=number))
+    return Segmented(captured, tuple(_named(bodies, segments)), tuple(segments))
+
+
+def _flows(captured: Captured, names: list[str], home: Mapping[str, int]) -> list[_Flow]:
+    kinds = {item.value.name: item for item in captured.inputs}
+    nodes: list[list[Node]] = [[] for _ in names]
+    for node in captured.nodes:
+        nodes[home[next(node.names())]].append(node)
+    backward_made = {name for node in captured.nodes if node.backward for name in node.names()}
+    grads = [(out.name, out.target) for out in captured.outputs if out.kind == "grad"]
+    kept = {out.name for out in captured.outputs if out.kind != "grad"}
+    readers = _readers(captured, home)
+    flows = []
+    for index, name in enumerate(names):
+        forward = tuple(node for node in nodes[index] if not node.backward)
+        backward = tuple(node for node in nodes[index] if node.backward)
+        read, back = _outside(forward), _outside(backward)
+        own = [value for node in forward for value in node.names()]
+        passing = [v for v in back if v not in own and v not in backward_made and not _direct(kinds.get(v))]
+        values = tuple(dict.fromkeys([*(v for v in read if not _direct(kinds.get(v))), *passing]))
+        produced = [value for node in backward for value in node.names()]
+        mine = [(value, target) for value, target in grads if home.get(value) == index]
+        segment = Segment(
+            name=name,
+            body=-1,
+            values=values,
+            forward_fixed=tuple(v for v in read if v in kinds and kinds[v].kind in FIXED),
+            forward_parameters=tuple(kinds[v].target for v in read if v in kinds and kinds[v].kind == "parameter"),
+            outputs=tuple(v for v in own if v in kept or readers.get((v, False), index) > index),
+            backward_inputs=tuple(v for v in back if v in backward_made or (v in kinds and kinds[v].kind == "tangent")),
+            backward_fixed=tuple(v for v in back if v in kinds and kinds[v].kind in FIXED),
+            backward_parameters=tuple(kinds[v].target for v in back if v in kinds and kinds[v].kind == "parameter"),
+            backward_outputs=tuple(v for v in produced if readers.get((v, True), index) < index),
+            gradients=tuple(target for _, target in mine),
+        )
+        saved = tuple(v for v in back if v in own or v in passing)
+        flows.append(_Flow(forward, backward, segment, saved, tuple(value for value, _ in mine)))
+    return flows
+
+
+def _readers(captured: Captured, home: Mapping[str, int]) -> dict[tuple[str, bool], int]:
+    """For each value, the farthest segment that reads it: the last for forward values, the first for gradients.
+
+    A forward value that only the backward of a later segment reads is handed to that segment's forward too.
+    """
+    made_backward = {name for node in captured.nodes if node.backward for name in node.names()}
+    far: dict[tuple[str, bool], int] = {}
+    for node in captured.nodes:
+        here = home[next(node.names())]
+        for name in node.refs():
+            key = (name, name in made_backward)
+            far[key] = min(far.get(key, here), here) if key[1] else max(far.get(key, here), here)
+    return far
+
+
+def _direct(item: object) -> bool:
+    """Inputs that a segment takes from the world rather than from another segment: all but the user's inputs."""
+    return item is not None and getattr(item, "kind", "input") != "input"
+
+
+def _outside(nodes: Iterable[Node]) -> list[str]:
+    """The names that nodes read and do not define, in order of first use."""
+    defined: set[str] = set()
+    found: dict[str, None] = {}
+    for node in nodes:
+        found.update(dict.fromkeys(name for name in node.refs() if name not in defined))
+        defined.update(node.names())
+    return list(found)
+
+
+def _localised(flow: _Flow, values: Mapping[str, Value], targets: Mapping[str, str]) -> Body:
+    """The segment's functions under local names: parameters by their path in the segment, results by their operator."""
+    segment, local, taken = flow.segment, _Local(values), flow.saved
+    prefix = segment.name.split("@")[0] + "."
+    for target in segment.parameters:
+        local.add(targets[target], target.removeprefix(prefix))
+    for name in dict.fromkeys((*segment.forward_fixed, *segment.backward_fixed)):
+        local.add(name, name)
+    for name in segment.values:
+        local.add(name, "x")
+    parameters = [targets[t] for t in segment.forward_parameters]
+    forward = local.function((*segment.values, *segment.forward_fixed, *parameters), flow.forward, segment.outputs)
+    saved = tuple(local.names[name] for name in taken)
+    if not flow.backward:
+        return Body("", forward, saved, None)
+    for name in segment.backward_inputs:
+        local.add(name, "dx")
+    parameters = [targets[t] for t in segment.backward_parameters]
+    inputs = (*segment.backward_inputs, *taken, *segment.backward_fixed, *parameters)
+    backward = local.function(inputs, flow.backward, (*segment.backward_outputs, *flow.gradients))
+    return Body("", forward, saved, backward)
+
+
+class _Local:
+    """Local names for values of the whole graph: `names` maps global to local, each local name used once."""
+
+    def __init__(self, values: Mapping[str, Value]) -> None:
+        self.values = values
+        self.names: dict[str, str] = {}
+        self.used: Counter[str] = Counter({"b": 1, "B": 1})
+
+    def add(self, name: str, wish: str) -> None:
+        base = re.sub(r"\W", "_", wish)
+        base = f"p{base}" if base[:1].isdigit() else base
+        base = re.sub(r"_\d+$", "", base) if base not in ("",) and wish == name else base
+        self.used[base] += 1
+        fresh = base if self.used[base] == 1 else f"{base}_{self.used[base] - 1}"
+        if fresh != base:
+            self.used[fresh] += 1
+        self.names[name] = fresh
+
+    def value(self, name: str) -> Value:
+        return replace(self.values[name], name=self.names[name])
+
+    def function(self, inputs: Iterable[str], nodes: tuple[Node, ...], outputs: Iterable[str]) -> Function:
+        formals = tuple(self.value(name) for name in inputs)
+        made = []
+        for node in nodes:
+            short = node.opname.split(".")[1].strip("_")
+            for out in node.outs:
+                if out is not None:
+                    self.add(out.name, short)
+            made.append(
+                replace(
+                    node,
+                    args=rename(node.args, self.names),
+                    kwargs=tuple((key, rename(arg, self.names)) for key, arg in node.kwargs),
+                    outs=tuple(self.value(out.name) if out is not None else None for out in node.outs),
+                )
+            )
+        return Function(formals, tuple(made), tuple(self.names[name] for name in outputs))
+
+
+def _key(body: Body) -> object:
+    """What two equal bodies agree on: everything but where they come from."""
+    return _function_key(body.forward), body.saved, _function_key(body.backward) if body.backward is not None else None
+
+
+def _function_key(function: Function) -> object:
+    nodes = tuple((node.op, repr(node.args), repr(node.kwargs), node.outs) for node in function.nodes)
+    return function.inputs, nodes, function.outputs
+
+
+def _named(bodies: list[Body], segments: list[Segment]) -> Iterable[Body]:
+    """Bodies named after the first segment that uses them, its number dropped if several do: ``h_0`` alone, else ``h``."""
+    uses = Counter(segment.body for segment in segments)
+    taken: Counter[str] = Counter()
+    for number, body in enumerate(bodies):
+        name = next(segment.name for segment in segments if segment.body == number)
+        name = re.sub(r"(\.\d+)+$", "", name) if uses[number] > 1 else name
+        base = re.sub(r"\W", "_", name).strip("_")
+        base = f"layer{'_' * base[:1].isdigit()}{base}" if base[:1].isdigit() or not base else base
+        taken[base] += 1
+        yield replace(body, name=base if taken[base] == 1 else f"{base}_v{taken[base]}")

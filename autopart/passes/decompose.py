@@ -1,0 +1,72 @@
+"""Means over the batch as a sum and a divisor.
+
+before:  ``m = mean(x)``                        x: [batch, 8]
+after:   ``m_sum = sum(x);  m = m_sum / (8 * batch)``
+
+The divisor is a `Size` of the whole batch, so the sums of all microbatches, each divided by it, add up to the mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from autopart.ir.graph import Dim, Input, Node, Ref, Size, Value
+from autopart.rules.factor import Call, bind, is_batch, times
+from autopart.rules.reduce import reduced_dims
+
+aten = torch.ops.aten
+
+
+def decompose_means(inputs: Sequence[Input], nodes: Sequence[Node]) -> tuple[Node, ...]:
+    """The nodes with every ``mean`` over a dim that moves with the batch written as a sum and a division."""
+    values = {entry.value.name: entry.value for entry in inputs}
+    values |= {out.name: out for node in nodes for out in node.outs if out is not None}
+    return tuple(piece for node in nodes for piece in _decompose(node, values))
+
+
+def _decompose(node: Node, values: dict[str, Value]) -> Iterator[Node]:
+    if node.op.overloadpacket is not aten.mean or node.outs[0] is None:
+        yield node
+        return
+    call = bind(node, values)
+    dims = sorted(reduced_dims(call))
+    if not any(is_batch(call.shape("self")[dim]) for dim in dims):
+        yield node
+        return
+    yield from _sum_and_divide(node, call, dims, values)
+
+
+def _sum_and_divide(node: Node, call: Call, dims: list[int], values: dict[str, Value]) -> Iterator[Node]:
+    """The sum is in float32 or wider, since one in half precision may overflow where its mean does not."""
+    result = node.outs[0]
+    assert result is not None  # asked before
+    wide = torch.promote_types(result.dtype, torch.float32)
+    divisor: Dim | None = 1
+    for dim in dims:
+        divisor = None if divisor is None else times(divisor, call.shape("self")[dim])
+    if not isinstance(divisor, Size):
+        yield node  # two batch dims: the judgement refuses the value itself
+        return
+    total = Value(_fresh(f"{result.name}_sum", values), result.shape, wide)
+    quotient = result if wide == result.dtype else Value(_fresh(f"{result.name}_mean", values), result.shape, wide)
+    count = Size(divisor.per_sample, divisor.constant, whole=True)
+    keep = bool(call.args.get("keepdim", False))
+    summed = (node.args[0], tuple(dims), keep)
+    yield _like(node, aten.sum.dim_IntList, summed, (("dtype", wide),), total)
+    yield _like(node, aten.div.Tensor, (Ref(total.name), count), (), quotient)
+    if quotient is not result:
+        yield _like(node, aten._to_copy.default, (Ref(quotient.name),), (("dtype", result.dtype),), result)
+
+
+def _like(
+    node: Node, op: torch._ops.OpOverload, args: tuple[object, ...], kwargs: tuple[tuple[str, object], ...], out: Value
+) -> Node:
+    return Node(op, args, kwargs, (out,), True, node.backward, node.module, node.source, node.sequence)
+
+
+def _fresh(name: str, values: dict[str, Value]) -> str:
+    while name in values:
+        name += "_"
+    return name

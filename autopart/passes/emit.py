@@ -1,0 +1,53 @@
+"""emit: Scheduled -> Program. Write each rank's text, read its actions back from the text, and assert that they are the plan's."""
+
+from __future__ import annotations
+
+from autopart.codegen.recording import Bodies, Event, RecordingBatch, RecordingWorld, Spec, record
+from autopart.codegen.source import source
+from autopart.errors import VerificationError
+from autopart.ir.action import Scheduled
+from autopart.ir.captured import Captured
+from autopart.ir.graph import Value
+from autopart.ir.mesh import Mesh, pieces
+from autopart.ir.plan import Plan
+from autopart.ir.program import Program, RankProgram
+from autopart.ir.staged import Staged
+from autopart.ir.state import State
+from autopart.passes.schedule import with_collectives
+
+
+def emit(staged: Staged, scheduled: Scheduled, plan: Plan) -> Program:
+    """The program. Raises VerificationError if a text does something else than was planned (a fault of autopart)."""
+    captured, mesh = staged.segmented.captured, plan.mesh
+    planned = with_collectives(staged, scheduled, mesh.degree("dp"))
+    shared = Bodies()
+    ranks = []
+    for rank in range(mesh.size):
+        text = source(staged, scheduled, plan, rank)
+        events = observe(text, rank, captured, staged.state, mesh, plan.microbatches, plan.batch, shared)
+        actions = tuple(event.action for event in events)
+        expected = planned[mesh.coordinate(rank).get("pp", 0)]
+        if actions != expected:
+            at = next((i for i, (a, b) in enumerate(zip(actions, expected, strict=False)) if a != b), len(expected))
+            raise VerificationError(
+                f"rank {rank}: action {at} of the emitted text is {actions[at : at + 1]}, planned is {expected[at : at + 1]}"
+            )
+        ranks.append(RankProgram(rank, text, actions))
+    return Program(tuple(ranks), plan, staged.state, captured)
+
+
+def observe(
+    text: str, rank: int, captured: Captured, state: State, mesh: Mesh, microbatches: int, batch: int, bodies: Bodies
+) -> tuple[Event, ...]:
+    """What one rank's text does for a whole batch of `batch` samples."""
+    parts, part = mesh.degree("dp"), mesh.coordinate(rank).get("dp", 0)
+    values = {item.target: item.value for item in captured.of_kind("input")}
+    buffers = {item.target: _spec(item.value, batch) for item in captured.of_kind("buffer", "constant")}
+    mine = pieces(pieces(batch, parts)[part], microbatches)
+    inputs = {target: (lambda b, value=value: _spec(value, b)) for target, value in values.items()}
+    world = RecordingWorld(state, parts, part, buffers)
+    return record(text, f"<rank {rank}>", world, RecordingBatch(inputs, mine, batch), bodies)
+
+
+def _spec(value: Value, batch: int) -> Spec:
+    return Spec(value.at(batch), value.dtype)

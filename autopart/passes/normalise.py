@@ -1,0 +1,230 @@
+"""normalise: Captured -> Captured. The same step in the form in which its microbatches add up to the whole batch.
+
+* a parameter used in several places has one gradient output a use (their sum is its gradient);
+* a mean over the batch is a sum divided by the size of the *whole* batch;
+* what depends on the whole batch's inputs alone (the count of valid targets) is a prologue, computed once a step;
+* what is equal on all microbatches is scaled by the microbatch's share where it joins a sum over them;
+* views of parameters that the backward reads are made again there, so a forward saves none of them.
+
+before: loss = nll_sum / count                      (count of this microbatch)
+after:  prologue: count (of the whole batch); loss = nll_sum / count, a part of the whole loss
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import torch
+
+from autopart.errors import CaptureError
+from autopart.ir.captured import Captured, dead_code_eliminated
+from autopart.ir.graph import Arg, Input, Node, Output, Ref, Share, Size, Value, rename
+from autopart.passes.accumulate import trees
+from autopart.passes.decompose import decompose_means
+from autopart.passes.judge import Judgement, Partial, Site, Split, judge
+from autopart.passes.simplify import simplify
+
+VIEWS = ("t", "permute", "transpose", "view", "expand", "unsqueeze", "squeeze", "alias", "slice", "select", "_unsafe_view")
+
+
+def normalise(captured: Captured) -> Captured:
+    """Normalise a captured step. Raises CaptureError for random ops, updated buffers and what couples a batch's samples."""
+    _refuse(captured)
+    nodes, alias = simplify(captured.nodes, (item.value for item in captured.inputs))
+    outputs = tuple(replace(out, name=alias.get(out.name, out.name)) for out in captured.outputs)
+    result = tuple(alias.get(item, item) if isinstance(item, str) else item for item in captured.result)
+    captured = replace(captured, nodes=nodes, outputs=_gradients_by_use(nodes, outputs), result=result)
+    captured = dead_code_eliminated(replace(captured, nodes=decompose_means(captured.inputs, captured.nodes)))
+    judgement = judge(captured.inputs, captured.nodes, captured.outputs)
+    captured = _with_whole_batch(_with_output_placements(captured, judgement), judgement)
+    captured = _with_prologue(captured, judgement.prologue)
+    return dead_code_eliminated(_with_parameter_views(captured))
+
+
+def _refuse(captured: Captured) -> None:
+    for out in captured.outputs:
+        if out.kind == "mutation":
+            raise CaptureError(
+                f"buffer {out.target} is updated during a training forward, which is not supported yet; "
+                "freeze it (for BatchNorm: .eval() on the layer), or replace the layer by one without running statistics"
+            )
+    for node in captured.nodes:
+        if torch.Tag.nondeterministic_seeded in node.op.tags and not _without_dropout(node):
+            raise CaptureError(
+                f"{node.source or node.module}: {node.opname} draws random numbers, which is not supported yet in training; "
+                "set the dropout probability to 0"
+            )
+
+
+def _without_dropout(node: Node) -> bool:
+    """Whether an attention kernel is called with a dropout probability of zero."""
+    names = [argument.name for argument in node.op._schema.arguments]
+    if "dropout_p" not in names:
+        return False
+    given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+    return bool(given.get("dropout_p", 0.0) == 0.0)
+
+
+def _gradients_by_use(nodes: tuple[Node, ...], outputs: tuple[Output, ...]) -> tuple[Output, ...]:
+    """Cut the sum at a gradient output into an output for each of its terms, so that each layer hands over its own part."""
+    sums = {tree.root: tree.leaves for tree in trees(nodes, (out.name for out in outputs))}
+    made = []
+    for out in outputs:
+        leaves = sums.get(out.name, (out.name,)) if out.kind == "grad" else (out.name,)
+        made += [replace(out, name=leaf) for leaf in leaves]
+    return tuple(made)
+
+
+def _with_output_placements(captured: Captured, judgement: Judgement) -> Captured:
+    """Say of each output how microbatches combine."""
+    outputs = []
+    for index, out in enumerate(captured.outputs):
+        placement = judgement.placements[out.name]
+        if isinstance(placement, Split) and placement.outer != 1:
+            raise CaptureError(
+                f"the output {out.name} has the batch inside dim {placement.dim}, so microbatches cannot be joined along it; "
+                "return it before the batch is folded into another dim"
+            )
+        partial = isinstance(placement, Partial) or index in judgement.output_shares
+        outputs.append(replace(out, dim=placement.dim if isinstance(placement, Split) else None, partial=partial))
+    return replace(captured, outputs=tuple(outputs))
+
+
+def _with_whole_batch(captured: Captured, judgement: Judgement) -> Captured:
+    """Apply the judgement: sizes of the whole batch, and shares of the batch where a constant joins a sum."""
+    edits: dict[int, list[tuple[Site, bool]]] = {}
+    for site in judgement.whole:
+        edits.setdefault(site.node, []).append((site, True))
+    for site in judgement.shares:
+        edits.setdefault(site.node, []).append((site, False))
+    values = {value.name: value for value in captured.values()}
+    nodes: list[Node] = []
+    for index, node in enumerate(captured.nodes):
+        for site, whole in edits.get(index, ()):
+            arg = _get(node, site.path)
+            if whole:
+                node = _set(node, site.path, replace(arg, whole=True))
+            elif isinstance(arg, Ref):
+                scaled = _scaled(values[arg.name], f"{arg.name}_share{len(nodes)}", node)
+                nodes.append(scaled)
+                node = _set(node, site.path, Ref(next(scaled.names())))
+            else:
+                node = _set(node, site.path, Share(arg))
+        nodes.append(node)
+    outputs = list(captured.outputs)
+    made = {name: node for node in nodes for name in node.names()}
+    for index in judgement.output_shares:
+        out = outputs[index]
+        like = made[out.name] if out.name in made else nodes[-1]
+        scaled = _scaled(values[out.name], f"{out.name}_share{len(nodes)}", like)
+        nodes.append(scaled)
+        outputs[index] = replace(out, name=next(scaled.names()))
+    renamed = {old.name: new.name for old, new in zip(captured.outputs, outputs, strict=True) if old.kind != "grad"}
+    result = tuple(renamed.get(item, item) if isinstance(item, str) else item for item in captured.result)
+    return replace(captured, nodes=tuple(nodes), outputs=tuple(outputs), result=result)
+
+
+def _scaled(value: Value, name: str, like: Node) -> Node:
+    """``value * b / B``, belonging where `like` does."""
+    op = torch.ops.aten.mul.Tensor
+    return replace(
+        like, op=op, args=(Ref(value.name), Share()), kwargs=(), outs=(replace(value, name=name),), single=True
+    )
+
+
+def _get(node: Node, path: tuple[int | str, ...]) -> Arg:
+    first, *rest = path
+    arg = dict(node.kwargs)[first] if isinstance(first, str) else node.args[first]
+    for step in rest:
+        arg = arg[step]
+    return arg
+
+
+def _set(node: Node, path: tuple[int | str, ...], new: Arg) -> Node:
+    def put(arg: Arg, rest: tuple[int | str, ...]) -> Arg:
+        if not rest:
+            return new
+        return tuple(put(item, rest[1:]) if i == rest[0] else item for i, item in enumerate(arg))
+
+    first, rest = path[0], path[1:]
+    if isinstance(first, str):
+        return replace(node, kwargs=tuple((key, put(arg, rest) if key == first else arg) for key, arg in node.kwargs))
+    return replace(node, args=tuple(put(arg, rest) if i == first else arg for i, arg in enumerate(node.args)))
+
+
+def _with_prologue(captured: Captured, wanted: Iterable[str]) -> Captured:
+    """Move the values in `wanted` to a prologue on the whole batch; they become inputs of the rest."""
+    wanted = set(wanted)
+    if not wanted:
+        return captured
+    needed, cone = set(wanted), []
+    for node in reversed(captured.nodes):
+        if needed & set(node.names()):
+            cone.append(node)
+            needed.update(node.refs())
+    values = {value.name: value for value in captured.values()}
+    names = {name: name if name in wanted else f"{name}_whole" for node in cone for name in node.names()}
+    prologue = tuple(_renamed(node, names) for node in reversed(cone))
+    inputs = tuple(Input(values[name], "prologue", name) for node in reversed(cone) for name in node.names() if name in wanted)
+    nodes = tuple(_without(node, wanted) for node in captured.nodes)
+    return replace(
+        captured,
+        inputs=(*captured.inputs, *inputs),
+        nodes=tuple(node for node in nodes if any(node.names())),
+        prologue=prologue,
+    )
+
+
+def _renamed(node: Node, names: dict[str, str]) -> Node:
+    return replace(
+        node,
+        args=rename(node.args, names),
+        kwargs=tuple((key, rename(arg, names)) for key, arg in node.kwargs),
+        outs=tuple(replace(out, name=names[out.name]) if out is not None else None for out in node.outs),
+    )
+
+
+def _without(node: Node, names: set[str]) -> Node:
+    return replace(node, outs=tuple(out if out is not None and out.name not in names else None for out in node.outs))
+
+
+def _with_parameter_views(captured: Captured) -> Captured:
+    """Make views of parameters again in the backward, next to their first use there, instead of saving them."""
+    parameters = {item.value.name for item in captured.of_kind("parameter")}
+    views: dict[str, Node] = {}
+    for node in captured.nodes:
+        sources = set(node.refs())
+        plain = node.opname.split(".")[1] in VIEWS and not _moves(node.args)
+        if not node.backward and plain and sources and all(s in parameters or s in views for s in sources):
+            views.update(dict.fromkeys(node.names(), node))
+    again: dict[str, str] = {}
+    nodes: list[Node] = []
+
+    def remake(name: str, user: Node) -> None:
+        if name in again or name not in views:
+            return
+        for source in views[name].refs():
+            remake(source, user)
+        again[name] = f"{name}_again"
+        copy = _renamed(views[name], {**again, name: again[name]})
+        nodes.append(replace(copy, backward=True, sequence=user.sequence, module=user.module, source=user.source))
+
+    for node in captured.nodes:
+        if node.backward:
+            for name in tuple(node.refs()):
+                remake(name, node)
+            node = replace(
+                node,
+                args=rename(node.args, again),
+                kwargs=tuple((key, rename(arg, again)) for key, arg in node.kwargs),
+            )
+        nodes.append(node)
+    return replace(captured, nodes=tuple(nodes))
+
+
+def _moves(arg: Arg) -> bool:
+    """Whether a size that moves with the batch is anywhere in an argument."""
+    if isinstance(arg, tuple):
+        return any(_moves(item) for item in arg)
+    return isinstance(arg, Size)

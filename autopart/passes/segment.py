@@ -1,0 +1,149 @@
+"""segment: Captured -> Segmented. Cut the graph into segments by module names; give repeated segments one body.
+
+before: one list of nodes, each with the path of the module that made it
+after:  wte | h.0 | h.1 | ... | ln_f: a segment a layer, h.0 to h.n sharing one body
+
+A segment's forward nodes are contiguous in execution order, so values flow forward only; a backward node belongs where the
+forward node of the same autograd sequence number is. What crosses segments (skips, shared tables, tied weights) is one
+more input of the segment that uses it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import groupby
+
+from autopart.errors import CaptureError
+from autopart.ir.captured import Captured
+from autopart.ir.graph import Node
+from autopart.ir.segmented import Segmented
+from autopart.passes.accumulate import is_sum, regroup
+from autopart.passes.bodies import build
+
+LARGEST = 1 / 8
+"""A module that makes up more of the forward than this is cut into its children, unless it is one of a numbered list."""
+
+
+def segment(captured: Captured, *, cuts: Sequence[str] = ()) -> Segmented:
+    """Cut the graph; `cuts` are module names at which a segment must begin.
+
+    Raises ValueError if a name in `cuts` is no module that computes anything.
+    """
+    forward = [node for node in captured.nodes if not node.backward]
+    labels = _labels(forward, tuple(cuts))
+    names, number = _runs(labels, tuple(cuts))
+    missing = [cut for cut in cuts if not any(name == cut or name.startswith(cut + ".") for name in names)]
+    if missing:
+        raise ValueError(
+            f"stages: no part of the model that computes is called {', '.join(map(repr, missing))}; "
+            f"a stage can begin at {', '.join(names[1:])}"
+        )
+    home = {name: number[i] for i, node in enumerate(forward) for name in node.names()}
+    home |= _backward_homes(captured, forward, number)
+    nodes, sums = regroup(captured.nodes, [out.name for out in captured.outputs], home)
+    return build(replace(captured, nodes=nodes), names, home | sums)
+
+
+def _labels(forward: list[Node], cuts: tuple[str, ...]) -> list[str | None]:
+    """The segment label of each forward node: a module path, None for nodes of a module that is itself cut up."""
+    weight: Counter[str] = Counter()
+    for node in forward:
+        parts = node.module.split(".") if node.module else []
+        weight.update(".".join(parts[:i]) for i in range(len(parts) + 1))
+    total = max(weight[""], 1)
+
+    def divided(path: str) -> bool:
+        if path == "" or any(cut.startswith(path + ".") for cut in cuts):
+            return True
+        numbered = path.rsplit(".", 1)[-1].isdigit()
+        return weight[path] / total > (1 / 2 if numbered else LARGEST)
+
+    def label(path: str) -> str | None:
+        parts = path.split(".") if path else []
+        for i in range(1, len(parts) + 1):
+            prefix = ".".join(parts[:i])
+            if not divided(prefix):
+                return prefix
+        return None if any(other.startswith(path + ".") if path else other for other in weight) else path
+
+    memo = {path: label(path) for path in {node.module for node in forward}}
+    return [memo[node.module] for node in forward]
+
+
+def _runs(labels: list[str | None], cuts: tuple[str, ...]) -> tuple[list[str], list[int]]:
+    """Segment names in order and each forward node's segment number, from labels in execution order.
+
+    Nodes between modules (label None) join the segment before them, unless that is one of a numbered list: then they begin the
+    next one (``h = block(h + skip)``). Small unnumbered neighbours become one segment (``wte``, ``wpe``, ``drop``).
+    """
+    runs = [(key, len(list(group))) for key, group in groupby(labels)]
+    largest = LARGEST * len(labels)
+    pieces: list[list[tuple[str | None, int]]] = []
+    waiting: list[tuple[str | None, int]] = []
+    for position, (key, count) in enumerate(runs):
+        last = next((k for k, _ in reversed(pieces[-1]) if k is not None), None) if pieces else None
+        if key is None:
+            final = position == len(runs) - 1
+            if pieces and not _numbered(last) and not waiting:
+                pieces[-1].append((key, count))
+            elif final:
+                pieces.append([*waiting, (key, count)])
+                waiting = []
+            else:
+                waiting.append((key, count))
+            continue
+        opens = not pieces or _numbered(key) or _numbered(last) or any(key == c or key.startswith(c + ".") for c in cuts)
+        opens = opens or sum(size for _, size in pieces[-1]) + count > largest
+        if pieces and key == last and not waiting:
+            pieces[-1].append((key, count))
+        elif opens or waiting:
+            pieces.append([*waiting, (key, count)])
+            waiting = []
+        else:
+            pieces[-1].append((key, count))
+    names = _unique([next((k for k, _ in piece if k), "output") for piece in pieces])
+    number = [i for i, piece in enumerate(pieces) for _, count in piece for _ in range(count)]
+    return names, number
+
+
+def _numbered(label: str | None) -> bool:
+    return label is not None and any(part.isdigit() for part in label.split("."))
+
+
+def _unique(names: list[str]) -> list[str]:
+    """A module that is called again later makes a second segment: ``block``, ``block@1``."""
+    seen: Counter[str] = Counter()
+    made = []
+    for name in names:
+        made.append(f"{name}@{seen[name]}" if seen[name] else name)
+        seen[name] += 1
+    return made
+
+
+def _backward_homes(captured: Captured, forward: list[Node], number: list[int]) -> dict[str, int]:
+    """The segment of every value of the backward: that of the forward node of the same autograd sequence number.
+
+    A gradient-accumulation add has no forward node of its own: it belongs where its result is used, the segment that made the
+    value whose gradients it adds.
+    """
+    by_sequence = {node.sequence: home for node, home in zip(forward, number, strict=True)}
+    backward = [node for node in captured.nodes if node.backward]
+    made = {name for node in backward for name in node.names()}
+    used_at: dict[str, int] = {}
+    homes: dict[str, int] = {}
+    for node in reversed(backward):
+        used = max((used_at[name] for name in node.names() if name in used_at), default=None)
+        own = by_sequence.get(node.sequence)
+        home = used if used is not None and (own is None or is_sum(node, made)) else own
+        if home is None:
+            raise CaptureError(f"{node.source or node.module}: cannot tell to which layer {node.opname} belongs")
+        homes.update(dict.fromkeys(node.names(), home))
+        for name in node.refs():
+            used_at[name] = max(used_at.get(name, home), home)
+    for node in backward:  # gradients flow from later segments to earlier ones only
+        latest = min((homes[name] for name in node.refs() if name in made), default=len(number))
+        home = min(homes[next(node.names())], latest)
+        homes.update(dict.fromkeys(node.names(), home))
+    return homes

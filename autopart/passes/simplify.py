@@ -1,0 +1,51 @@
+"""simplify: nodes -> nodes. Peepholes that make the graph what a person would have written; values stay bit for bit.
+
+before: t = aten.t(w); t_1 = aten.t(t); y = aten.mm(x, t_1)      after: y = aten.mm(x, w)
+before: k = aten.cat([empty, k_new], -2)   (a new key/value cache)  after: k is k_new
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from autopart.ir.graph import Arg, Node, Ref, Value, map_arg
+
+
+def simplify(nodes: Iterable[Node], inputs: Iterable[Value]) -> tuple[tuple[Node, ...], dict[str, str]]:
+    """The simplified nodes, and for each value that vanished the name of the one that stands for it."""
+    known = {value.name: value for value in inputs}
+    made: dict[str, Node] = {}
+    alias: dict[str, str] = {}
+
+    def leaf(arg: Arg) -> Arg:
+        return Ref(alias.get(arg.name, arg.name)) if isinstance(arg, Ref) else arg
+
+    kept = []
+    for node in nodes:
+        node = replace(
+            node,
+            args=tuple(map_arg(a, leaf) for a in node.args),
+            kwargs=tuple((key, map_arg(a, leaf)) for key, a in node.kwargs),
+        )
+        same = _same(node, made, known)
+        if same is not None:
+            alias[next(node.names())] = same
+            continue
+        kept.append(node)
+        known.update({out.name: out for out in node.outs if out is not None})
+        made.update(dict.fromkeys(node.names(), node))
+    return tuple(kept), alias
+
+
+def _same(node: Node, made: dict[str, Node], known: dict[str, Value]) -> str | None:
+    """The name of an earlier value that a node's result equals, if the rules here know one."""
+    match node.opname:
+        case "aten.t.default":
+            source = made.get(node.args[0].name)
+            return source.args[0].name if source is not None and source.opname == "aten.t.default" else None
+        case "aten.cat.default":
+            real = [ref.name for ref in node.args[0] if known[ref.name].shape != (0,)]
+            return real[0] if len(real) == 1 and len(node.args[0]) > 1 else None
+        case _:
+            return None

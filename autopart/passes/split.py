@@ -1,0 +1,100 @@
+"""split: Segmented + Plan -> Staged. Deal segments to stages; name what crosses between them; put parameters in units.
+
+before: wte | h.0 | h.1 | h.2 | h.3 | head
+after:  stage 0: wte h.0 h.1   stage 1: h.2 h.3 head   edges 0 -> 1 (activations), 1 -> 0 (gradients)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from autopart.errors import CaptureError
+from autopart.ir.captured import Captured
+from autopart.ir.graph import Value
+from autopart.ir.plan import Plan
+from autopart.ir.segmented import Segment, Segmented
+from autopart.ir.staged import Edge, Staged
+from autopart.ir.state import Parameter, State, Unit
+
+
+def split(segmented: Segmented, plan: Plan, *, state: State | None = None) -> Staged:
+    """Cut into the plan's stages. With `state` (another program's), parameters stay in its units.
+
+    Raises CaptureError if this program uses a parameter on a stage that does not hold it.
+    """
+    stages = _stages(segmented, plan)
+    state = state or place(segmented.captured, stages, plan)
+    _check_holders(stages, state)
+    return Staged(segmented, stages, _edges(segmented, stages), state)
+
+
+def _stages(segmented: Segmented, plan: Plan) -> tuple[tuple[Segment, ...], ...]:
+    """A stage begins at the segment named first in the plan's stage."""
+    names = [segment.name for segment in segmented.segments]
+    starts = [0]
+    for stage in plan.stages[1:]:
+        if stage.segments[0] not in names[starts[-1] + 1 :]:
+            raise CaptureError(
+                f"this program has no layer {stage.segments[0]!r} after {names[starts[-1]]!r}, where the plan begins a stage; "
+                f"its layers are {', '.join(names)}"
+            )
+        starts.append(names.index(stage.segments[0], starts[-1] + 1))
+    ends = [*starts[1:], len(names)]
+    return tuple(segmented.segments[start:end] for start, end in zip(starts, ends, strict=True))
+
+
+def place(captured: Captured, stages: Sequence[Sequence[Segment]], plan: Plan) -> State:
+    """Put every used parameter in a unit: a segment's own together, those of several segments alone."""
+    users: dict[str, list[tuple[int, str]]] = {}
+    for number, stage in enumerate(stages):
+        for segment in stage:
+            for target in segment.parameters:
+                users.setdefault(target, []).append((number, segment.name))
+    inputs = {item.target: item for item in captured.of_kind("parameter")}
+    groups: dict[tuple[object, ...], list[str]] = {}
+    for target, used in users.items():
+        item = inputs[target]
+        modes = plan.placement_of(target).on("dp")
+        owner = used[0][1] if len(used) == 1 else None
+        key = (owner or target, owner is None, item.requires_grad, item.value.dtype, modes)
+        groups.setdefault(key, []).append(target)
+    units: list[Unit] = []
+    taken: dict[str, int] = {}
+    for (owner, _, trainable, _, modes), targets in groups.items():
+        name = str(owner)
+        taken[name] = taken.get(name, 0) + 1
+        name = name if taken[name] == 1 else f"{name}+{taken[name] - 1}"
+        parameters = tuple(
+            Parameter(target, inputs[target].value.at(1), inputs[target].value.dtype) for target in targets
+        )
+        holders = tuple(sorted({number for target in targets for number, _ in users[target]}))
+        units.append(Unit(name, parameters, bool(trainable), modes, holders))  # type: ignore[arg-type]
+    return State(tuple(units), tuple(item.target for item in captured.of_kind("buffer", "constant")))
+
+
+def _check_holders(stages: Sequence[Sequence[Segment]], state: State) -> None:
+    holders = {p.target: unit.stages for unit in state.units for p in unit.parameters}
+    for number, stage in enumerate(stages):
+        for segment in stage:
+            for target in segment.parameters:
+                if number not in holders.get(target, ()):
+                    raise CaptureError(
+                        f"{segment.name} uses {target} on stage {number}, but the plan keeps it on stages "
+                        f"{holders.get(target, ())}; plan again from a call that uses the model this way"
+                    )
+
+
+def _edges(segmented: Segmented, stages: Sequence[Sequence[Segment]]) -> tuple[Edge, ...]:
+    values = {value.name: value for value in segmented.captured.values()}
+    made: dict[str, int] = {}
+    for number, stage in enumerate(stages):
+        for segment in stage:
+            made.update(dict.fromkeys((*segment.outputs, *segment.backward_outputs), number))
+    crossing: dict[tuple[int, int], dict[str, Value]] = {}
+    for number, stage in enumerate(stages):
+        for segment in stage:
+            for name in (*segment.values, *segment.backward_inputs):
+                source = made.get(name, number)
+                if source != number:
+                    crossing.setdefault((source, number), {})[name] = values[name]
+    return tuple(Edge(source, target, tuple(found.values())) for (source, target), found in sorted(crossing.items()))

@@ -1,0 +1,32 @@
+"""Tensors made from sizes: every dim is a free loop, all of whose pieces look alike. A count along a dim is blocked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from autopart.rules.factor import Call, Draft, Family, Rule, each
+
+
+def _filled(call: Call) -> Rule:
+    draft = Draft()
+    dims = draft.dims(tuple(call.args["size"]))
+    operands = {operand.slot: draft.fixed(operand.value.shape) for operand in call.operands}
+    sizes = {f"size.{i}": dim for i, dim in enumerate(dims)}
+    return draft.rule(call, operands, [dims], sizes=sizes, shape_only=tuple(operands), linear=["fill_value"])
+
+
+def _counted(call: Call) -> Rule:
+    result = call.results[0]
+    draft = Draft()
+    return draft.rule(call, {}, [None if result is None else draft.fixed(result.shape)])
+
+
+def _scalar(call: Call) -> Rule:
+    return Draft().rule(call, {}, [()], linear=["s"])
+
+
+RULES: Mapping[str, Family] = {
+    **each("full zeros ones empty rand randn new_full new_zeros new_ones new_empty", _filled),
+    **each("arange linspace eye randperm", _counted),
+    "scalar_tensor": _scalar,
+}

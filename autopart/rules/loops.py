@@ -1,0 +1,121 @@
+"""A notation for rules whose loops are known by name, after Einstein's summation convention.
+
+``"self:mk mat2:kn -> mn"`` says that ``mm`` has the loops m, k and n. Each letter is a factor, each token a dim:
+
+* ``*`` (first in a term) stands for however many leading dims the tensor has, the same ones in every term;
+* ``(gc)`` is a dim that merges the factors g and c, g outermost; ``1`` is a dim of size 1;
+* a tensor with fewer dims than tokens lacks the first ones, and one of size 1 broadcasts;
+* terms of operands that the call does not have are skipped, as are results that nothing uses (``_``).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+
+from autopart.ir.graph import Dim
+from autopart.rules.factor import Call, Dims, Draft, Product, Rule, ratio
+
+_TOKEN = re.compile(r"\((\w+)\)|(\w|\*)")
+
+Term = tuple[str, ...]
+
+
+@lru_cache(maxsize=256)
+def _parse(spec: str) -> tuple[tuple[tuple[str, Term], ...], tuple[Term, ...]]:
+    left, right = spec.split("->")
+    operands = tuple((slot, _tokens(dims)) for slot, dims in (term.split(":") for term in left.split()))
+    return operands, tuple(_tokens(term.strip()) for term in right.split(","))
+
+
+def _tokens(term: str) -> Term:
+    return tuple(group or single for group, single in _TOKEN.findall(term))
+
+
+def _fit(term: Term, ndim: int) -> Term:
+    """The term with one token a dim: the star spelled out, leading tokens dropped where there are fewer dims."""
+    if term[:1] == ("*",):
+        lead = ndim - len(term) + 1
+        return tuple(f"*{i}" for i in range(lead)) + term[1:]
+    return term[len(term) - ndim :]
+
+
+def _letters(token: str) -> tuple[str, ...]:
+    return (token,) if token[0] == "*" else tuple(token)
+
+
+class _Sizes:
+    """The size of every letter, solved from the shapes of the terms."""
+
+    def __init__(self, known: Mapping[str, Dim]) -> None:
+        self.of: dict[str, Dim] = {"1": 1, **known}
+
+    def read(self, terms: Sequence[tuple[Term, tuple[Dim, ...]]]) -> None:
+        """Learn from the dims of one letter first, then from merged dims with one unknown letter."""
+        pairs = [(token, size) for term, shape in terms for token, size in zip(term, shape, strict=True)]
+        for token, size in pairs:
+            if len(_letters(token)) == 1 and self.of.get(token, 1) == 1:
+                self.of[token] = size
+        for token, size in pairs:
+            unknown = [letter for letter in _letters(token) if letter not in self.of]
+            if len(unknown) == 1:
+                rest: Dim | None = size
+                for letter in _letters(token):
+                    rest = ratio(rest, self.of[letter]) if letter in self.of and rest is not None else rest
+                if rest is not None:
+                    self.of[unknown[0]] = rest
+
+
+def loops(
+    call: Call,
+    spec: str,
+    *,
+    blocked: str = "",
+    linear: Sequence[str] = (),
+    known: Mapping[str, Dim] | None = None,
+    sizes: Mapping[str, str] | None = None,
+    unread: Sequence[tuple[int, str]] = (),
+) -> Rule:
+    """The rule that `spec` says for `call`.
+
+    `blocked` names the letters that cannot be split (``*`` for all of the leading dims), `known` the sizes that shapes
+    alone do not tell, `sizes` the integer arguments that are products of letters; the rest is as in `Rule`.
+    """
+    operand_terms, result_terms = _parse(spec)
+    operands = [(slot, _fit(term, call.ndim(slot))) for slot, term in operand_terms if call.has(slot)]
+    # a result that nothing uses has no shape here, and needs none
+    results = [
+        _fit(term, len(out.shape)) if out is not None and term != ("_",) else None
+        for term, out in zip(result_terms, call.results, strict=False)
+    ]
+    found = _Sizes(known or {})
+    found.read([(term, call.shape(slot)) for slot, term in operands])
+    pairs = zip(results, call.results, strict=False)
+    found.read([(term, out.shape) for term, out in pairs if term is not None and out is not None])
+
+    draft = Draft()
+    factors: dict[str, Product] = {}
+    for letter, size in found.of.items():
+        is_blocked = letter in blocked or (letter[0] == "*" and "*" in blocked)
+        factors[letter] = draft.new(size, blocked=is_blocked)
+
+    def dims(term: Term, shape: tuple[Dim, ...]) -> Dims:
+        merged = (tuple(f for letter in _letters(token) for f in factors[letter]) for token in term)
+        return tuple(() if size == 1 else product for size, product in zip(shape, merged, strict=True))
+
+    return draft.rule(
+        call,
+        {slot: dims(term, call.shape(slot)) for slot, term in operands},
+        [
+            None if t is None or out is None else dims(t, out.shape)
+            for t, out in zip(results, call.results, strict=False)
+        ],
+        linear=linear,
+        unread=unread,
+        sizes={
+            slot: tuple(f for x in letters for f in factors[x])
+            for slot, letters in (sizes or {}).items()
+            if all(x in factors for x in letters)
+        },
+    )

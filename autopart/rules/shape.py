@@ -1,0 +1,382 @@
+"""Operators that move elements without computing: views, slices, concatenation, padding. All are linear."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from autopart.ir.graph import Dim, Size
+from autopart.rules.factor import Call, Dims, Draft, Family, Rule, common, each, ratio, times, wrap
+
+SELF = ("self",)
+
+
+def split_view(draft: Draft, source: Sequence[Dim], target: Sequence[Dim]) -> tuple[Dims, Dims]:
+    """The factors of a row-major view: walk both shapes from outside, taking what the current two dims have in common.
+
+    Where two dims have nothing in common (the 3 x 4 and 2 x 6 left of a 6 x 4 seen as 4 x 6), their group is blocked.
+    """
+    from_dims: list[list[int]] = [[] for _ in source]
+    to_dims: list[list[int]] = [[] for _ in target]
+    left = [(i, size) for i, size in enumerate(source) if size != 1]
+    right = [(i, size) for i, size in enumerate(target) if size != 1]
+    while left and right:
+        (i, a), (j, b) = left.pop(0), right.pop(0)
+        shared = common(a, b)
+        if shared == 1:
+            left, right = _block_group(draft, [(i, a), *left], [(j, b), *right], from_dims, to_dims)
+            continue
+        factor = draft.new(shared)
+        from_dims[i] += factor
+        to_dims[j] += factor
+        left = _rest(i, a, shared) + left
+        right = _rest(j, b, shared) + right
+    return tuple(map(tuple, from_dims)), tuple(map(tuple, to_dims))
+
+
+def _rest(place: int, size: Dim, taken: Dim) -> list[tuple[int, Dim]]:
+    rest = ratio(size, taken)
+    assert rest is not None  # `taken` divides `size`
+    return [] if rest == 1 else [(place, rest)]
+
+
+Remaining = list[tuple[int, Dim]]
+
+
+def _block_group(
+    draft: Draft, left: Remaining, right: Remaining, from_dims: list[list[int]], to_dims: list[list[int]]
+) -> tuple[Remaining, Remaining]:
+    """Block the fewest leading dims of both sides whose products agree; all of them if none do."""
+    taken_left, taken_right = 1, 1
+    product_left, product_right = left[0][1], right[0][1]
+    while product_left != product_right and (taken_left < len(left) or taken_right < len(right)):
+        if taken_right == len(right) or (taken_left < len(left) and _smaller(product_left, product_right)):
+            product_left = times(product_left, left[taken_left][1]) or 0
+            taken_left += 1
+        else:
+            product_right = times(product_right, right[taken_right][1]) or 0
+            taken_right += 1
+    for place, size in left[:taken_left]:
+        from_dims[place] += draft.new(size, blocked=True)
+    for place, size in right[:taken_right]:
+        to_dims[place] += draft.new(size, blocked=True)
+    return left[taken_left:], right[taken_right:]
+
+
+def _smaller(left: Dim, right: Dim) -> bool:
+    """An order of sizes that agrees with the order of their values at every large batch."""
+    a, b = ((int(s.per_sample), s.constant) if isinstance(s, Size) else (0, s) for s in (left, right))
+    return a < b
+
+
+def _view(call: Call) -> Rule:
+    shape = call.shape("self")
+    target = _target(call, shape)
+    draft = Draft()
+    source_dims, target_dims = split_view(draft, shape, target)
+    given = call.args.get("size", call.args.get("shape"))
+    name = "size" if "size" in call.args else "shape"
+    sizes = {f"{name}.{i}": dims for i, dims in enumerate(target_dims) if given[i] != -1}
+    return draft.rule(call, {"self": source_dims}, [target_dims], linear=SELF, sizes=sizes)
+
+
+def _target(call: Call, shape: tuple[Dim, ...]) -> tuple[Dim, ...]:
+    """The shape that a view asks for, its -1 worked out."""
+    target = tuple(call.args.get("size", call.args.get("shape")))
+    if -1 not in target:
+        return target
+    known = _product([size for size in target if size != -1])
+    total = _product(shape)
+    rest = ratio(total, known) if total is not None and known is not None and known != 0 else None
+    return tuple((0 if rest is None else rest) if size == -1 else size for size in target)
+
+
+def _product(sizes: Sequence[Dim]) -> Dim | None:
+    total: Dim | None = 1
+    for size in sizes:
+        total = None if total is None else times(total, size)
+    return total
+
+
+def _expand(call: Call) -> Rule:
+    shape, asked = call.shape("self"), call.args["size"]
+    lead = len(asked) - len(shape)
+    draft = Draft()
+    own = draft.dims(shape)
+    grown = [
+        draft.new(n) if i < lead or (shape[i - lead] == 1 and n != -1) else own[i - lead] for i, n in enumerate(asked)
+    ]
+    sizes = {f"size.{i}": dim for i, dim in enumerate(grown) if asked[i] != -1}
+    return draft.rule(call, {"self": own}, [tuple(grown)], linear=SELF, sizes=sizes)
+
+
+def _repeat(call: Call) -> Rule:
+    shape, repeats = call.shape("self"), call.args["repeats"]
+    lead = len(repeats) - len(shape)
+    draft = Draft()
+    own = draft.dims(shape)
+    copies = draft.dims(repeats)
+    out = tuple(copies[i] + (own[i - lead] if i >= lead else ()) for i in range(len(repeats)))
+    sizes = {f"repeats.{i}": dim for i, dim in enumerate(copies)}
+    return draft.rule(call, {"self": own}, [out], linear=SELF, sizes=sizes)
+
+
+def _order(call: Call) -> list[int]:
+    """For every dim of the result of a permutation, the dim of the operand."""
+    ndim = call.ndim("self")
+    name = call.op.overloadpacket.__name__
+    order = list(range(ndim))
+    if name == "permute":
+        return [wrap(dim, ndim) for dim in call.args["dims"]]
+    if name == "t":
+        return order[::-1]
+    first, second = wrap(call.args["dim0"], ndim), wrap(call.args["dim1"], ndim)
+    if ndim:
+        order[first], order[second] = order[second], order[first]
+    return order
+
+
+def _permute(call: Call) -> Rule:
+    draft = Draft()
+    own = draft.dims(call.shape("self"))
+    return draft.rule(call, {"self": own}, [tuple(own[i] for i in _order(call))], linear=SELF)
+
+
+def _unsqueeze(call: Call) -> Rule:
+    draft = Draft()
+    own = draft.dims(call.shape("self"))
+    place = wrap(call.args["dim"], len(own) + 1)
+    return draft.rule(call, {"self": own}, [(*own[:place], (), *own[place:])], linear=SELF)
+
+
+def _squeeze(call: Call) -> Rule:
+    """Drops the asked dims of size 1. A longer one stays, but is blocked: a piece of size 1 would be dropped."""
+    shape = call.shape("self")
+    asked = call.args.get("dim", range(len(shape)))
+    dims = {wrap(dim, len(shape)) for dim in ((asked,) if isinstance(asked, int) else asked)}
+    draft = Draft()
+    own = draft.dims(shape, blocked=sorted(dims))
+    out = tuple(dim for i, dim in enumerate(own) if not (i in dims and shape[i] == 1))
+    return draft.rule(call, {"self": own}, [out], linear=SELF)
+
+
+def _whole(call: Call, size: Dim) -> bool:
+    """Whether a slice takes all of a dim."""
+    start, end = call.args.get("start") or 0, call.args.get("end")
+    reaches = end is None or end == size or (isinstance(end, int) and isinstance(size, int) and end >= size)
+    return start == 0 and (reaches or end == 2**63 - 1) and call.args.get("step", 1) == 1
+
+
+def _slice(call: Call) -> Rule:
+    """A slice; also ``narrow``-like parts: the sliced dim is blocked unless all of it is taken."""
+    shape = call.shape("self")
+    place = wrap(call.args.get("dim", 0), len(shape))
+    draft = Draft()
+    if _whole(call, shape[place]):
+        own = draft.dims(shape)
+        return draft.rule(call, {"self": own}, [own], linear=SELF)
+    own = draft.dims(shape, blocked=(place,))
+    size = 1 if call.results[0] is None else call.results[0].shape[place]
+    out = (*own[:place], draft.new(size, blocked=True), *own[place + 1 :])
+    return draft.rule(call, {"self": own}, [out], linear=SELF)
+
+
+def _select(call: Call) -> Rule:
+    shape = call.shape("self")
+    place = wrap(call.args["dim"], len(shape))
+    draft = Draft()
+    own = draft.dims(shape, blocked=(place,))
+    out = (*own[:place], *own[place + 1 :])
+    return draft.rule(call, {"self": own}, [out] * len(call.results), linear=SELF)
+
+
+def _grown(call: Call, *, keeps_dim: bool) -> Rule:
+    """The backward of slice and select: a part put into zeros of `input_sizes`."""
+    shape, sizes = call.shape("grad_output"), call.args["input_sizes"]
+    place = wrap(call.args["dim"], len(sizes))
+    draft = Draft()
+    own = draft.dims(shape, blocked=(place,) if keeps_dim else ())
+    rest = own[place + 1 :] if keeps_dim else own[place:]
+    out = (*own[:place], draft.new(sizes[place], blocked=True), *rest)
+    named = {f"input_sizes.{i}": dim for i, dim in enumerate(out)}
+    return draft.rule(call, {"grad_output": own}, [out], linear=["grad_output"], sizes=named)
+
+
+def _scattered(call: Call, *, keeps_dim: bool) -> Rule:
+    """A part written over a slice or a selected place of `self`."""
+    shape = call.shape("self")
+    place = wrap(call.args.get("dim", 0), len(shape))
+    draft = Draft()
+    own = draft.dims(shape, blocked=(place,))
+    part = (draft.new(call.shape("src")[place], blocked=True),) if keeps_dim else ()
+    operands = {"self": own, "src": (*own[:place], *part, *own[place + 1 :])}
+    return draft.rule(call, operands, [own], linear=["self src"])
+
+
+def _parts(call: Call) -> Rule:
+    """``split`` into parts: equal ones share a factor under an outer, blocked one that counts them."""
+    shape = call.shape("self")
+    place = wrap(call.args.get("dim", 0), len(shape))
+    name = "split_size" if "split_size" in call.args else "split_sizes"
+    given = call.args[name]
+    draft = Draft()
+    own = (*draft.dims(shape[:place]), (), *draft.dims(shape[place + 1 :]))
+    counted = isinstance(given, tuple | list)
+    size = given[0] if counted else given
+    count = len(call.results)
+    if (not counted or set(given) == {size}) and times(size, count) == shape[place]:
+        part = draft.new(size)
+        whole = draft.new(count, blocked=True) + part
+        named = {f"{name}.{i}" if counted else name: part for i in range(count)}
+        outs: list[Dims | None] = [(*own[:place], part, *own[place + 1 :])] * count
+    else:
+        whole, named = draft.new(shape[place], blocked=True), {}
+        outs = [
+            None if out is None else (*own[:place], draft.new(out.shape[place], blocked=True), *own[place + 1 :])
+            for out in call.results
+        ]
+    return draft.rule(call, {"self": (*own[:place], whole, *own[place + 1 :])}, outs, linear=SELF, sizes=named)
+
+
+def _cat(call: Call) -> Rule:
+    """``cat``, with the same law as `_parts`; tensors of shape [0], which it ignores, are left out."""
+    parts = [operand for operand in call.operands if operand.value.shape != (0,)] or list(call.operands)
+    first = parts[0].value.shape
+    place = wrap(call.args.get("dim", 0), len(first))
+    draft = Draft()
+    lead, tail = draft.dims(first[:place]), draft.dims(first[place + 1 :])
+    lengths = [operand.value.shape[place] for operand in parts]
+    if all(length == lengths[0] for length in lengths):
+        shared = draft.new(lengths[0])
+        dims = [shared] * len(parts)
+        merged = draft.new(len(parts), blocked=True) + shared
+    else:
+        dims = [draft.new(length, blocked=True) for length in lengths]
+        merged = draft.new(_sum(lengths), blocked=True)
+    operands: dict[str, Dims] = {operand.slot: draft.fixed(operand.value.shape) for operand in call.operands}
+    operands |= {operand.slot: (*lead, dim, *tail) for operand, dim in zip(parts, dims, strict=True)}
+    return draft.rule(call, operands, [(*lead, merged, *tail)], linear=["tensors*"])
+
+
+def _sum(sizes: Sequence[Dim]) -> Dim:
+    per_sample = sum(int(size.per_sample) for size in sizes if isinstance(size, Size))
+    constant = sum(size.constant if isinstance(size, Size) else size for size in sizes)
+    return Size(per_sample, constant) if per_sample else constant
+
+
+def _stack(call: Call) -> Rule:
+    shape = call.operands[0].value.shape
+    place = wrap(call.args.get("dim", 0), len(shape) + 1)
+    draft = Draft()
+    own = draft.dims(shape)
+    out = (*own[:place], draft.new(len(call.operands), blocked=True), *own[place:])
+    return draft.rule(call, {operand.slot: own for operand in call.operands}, [out], linear=["tensors*"])
+
+
+def _blocking(argument: str, *linear: str) -> Family:
+    """An operator of unchanged shape that mixes along the dims named by an argument."""
+
+    def family(call: Call) -> Rule:
+        shape = call.shape("self")
+        given = call.args.get(argument)
+        asked = (given,) if isinstance(given, int) else (given or range(len(shape)))
+        draft = Draft()
+        own = draft.dims(shape, blocked=[wrap(dim, len(shape)) for dim in asked])
+        return draft.rule(call, {"self": own}, [own] * len(call.results), linear=linear)
+
+    return family
+
+
+def _triangle(call: Call) -> Rule:
+    shape = call.shape("self")
+    draft = Draft()
+    own = draft.dims(shape, blocked=(len(shape) - 2, len(shape) - 1))
+    return draft.rule(call, {"self": own}, [own], linear=SELF)
+
+
+def _pad(call: Call) -> Rule:
+    """``constant_pad_nd``: pads are given in pairs from the last dim on; a dim with a pad is blocked."""
+    shape, pad = call.shape("self"), call.args["pad"]
+    padded = [len(shape) - 1 - i // 2 for i, width in enumerate(pad) if width != 0]
+    draft = Draft()
+    own = draft.dims(shape, blocked=padded)
+    result = call.results[0]
+    out = tuple(
+        draft.new(result.shape[i], blocked=True) if i in padded and result is not None else dim
+        for i, dim in enumerate(own)
+    )
+    return draft.rule(call, {"self": own}, [out], linear=["self value"])
+
+
+def _diagonal(call: Call) -> Rule:
+    shape = call.shape("self")
+    pair = {wrap(call.args.get("dim1", 0), len(shape)), wrap(call.args.get("dim2", 1), len(shape))}
+    draft = Draft()
+    own = draft.dims(shape, blocked=sorted(pair))
+    result = call.results[0]
+    last = () if result is None else draft.new(result.shape[-1], blocked=True)
+    return draft.rule(call, {"self": own}, [(*(d for i, d in enumerate(own) if i not in pair), last)], linear=SELF)
+
+
+def _shuffle(call: Call) -> Rule:
+    """``pixel_shuffle``: [.., c r r, h, w] to [.., c, h r, w r]; ``pixel_unshuffle`` is its inverse."""
+    inverse = call.op.overloadpacket.__name__ == "pixel_unshuffle"
+    factor = call.args["downscale_factor" if inverse else "upscale_factor"]
+    shape = call.shape("self")
+    channels, height, width = shape[-3:] if not inverse else _unshuffled(shape, factor)
+    draft = Draft()
+    lead = draft.dims(shape[:-3])
+    c, h, w = draft.new(ratio(channels, factor * factor) or 0), draft.new(height), draft.new(width)
+    down, across = draft.new(factor, blocked=True), draft.new(factor, blocked=True)
+    deep: Dims = (*lead, c + down + across, h, w)
+    flat: Dims = (*lead, c, h + down, w + across)
+    return draft.rule(call, {"self": flat if inverse else deep}, [deep if inverse else flat], linear=SELF)
+
+
+def _unshuffled(shape: tuple[Dim, ...], factor: int) -> tuple[Dim, Dim, Dim]:
+    return times(shape[-3], factor * factor) or 0, ratio(shape[-2], factor) or 0, ratio(shape[-1], factor) or 0
+
+
+def _slice_backward(call: Call) -> Rule:
+    return _grown(call, keeps_dim=True)
+
+
+def _select_backward(call: Call) -> Rule:
+    return _grown(call, keeps_dim=False)
+
+
+def _slice_scatter(call: Call) -> Rule:
+    return _scattered(call, keeps_dim=True)
+
+
+def _select_scatter(call: Call) -> Rule:
+    return _scattered(call, keeps_dim=False)
+
+
+RULES: Mapping[str, Family] = {
+    **each("view.default _unsafe_view reshape _reshape_copy", _view),
+    **each("permute t transpose", _permute),
+    **each("split split_with_sizes", _parts),
+    **each("select unbind", _select),
+    **each("triu tril", _triangle),
+    **each("pixel_shuffle pixel_unshuffle", _shuffle),
+    "expand": _expand,
+    "repeat": _repeat,
+    "unsqueeze": _unsqueeze,
+    "squeeze": _squeeze,
+    "slice": _slice,
+    "slice_backward": _slice_backward,
+    "select_backward": _select_backward,
+    "slice_scatter": _slice_scatter,
+    "select_scatter": _select_scatter,
+    "cat": _cat,
+    "stack": _stack,
+    "flip": _blocking("dims", "self"),
+    "roll": _blocking("dims", "self"),
+    "cumsum": _blocking("dim", "self"),
+    "cumprod": _blocking("dim"),
+    "logcumsumexp": _blocking("dim"),
+    "sort": _blocking("dim"),
+    "argsort": _blocking("dim"),
+    "constant_pad_nd": _pad,
+    "diagonal": _diagonal,
+}

@@ -1,0 +1,1 @@
+"""The runtime: worlds, transports, and the state that lives on a rank."""

@@ -1,0 +1,37 @@
+"""The batch as a rank's program sees it: the whole of it, and this rank's microbatches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from autopart.ir.mesh import pieces
+
+
+class Batch:
+    """Inputs by their path in the call, cut as by ``torch.tensor_split``: over data ranks, then over microbatches."""
+
+    def __init__(
+        self, inputs: Mapping[str, torch.Tensor], dims: Mapping[str, int], size: int, parts: int, part: int, microbatches: int
+    ) -> None:
+        self.size = size
+        shares = pieces(size, parts)
+        self.sizes = pieces(shares[part], microbatches)
+        self._inputs, self._dims = inputs, dims
+        self._starts = [sum(shares[:part]) + sum(self.sizes[:k]) for k in range(microbatches)]
+
+    def input(self, name: str, k: int) -> torch.Tensor:
+        """The piece of an input for microbatch `k`; an input that is not split comes whole."""
+        tensor = self._inputs[name]
+        if name not in self._dims:
+            return tensor
+        return tensor.narrow(self._dims[name], self._starts[k], self.sizes[k]).contiguous()
+
+    def share(self, part: int, parts: int) -> int:
+        """The number of samples of a data rank."""
+        return pieces(self.size, parts)[part]
+
+    def whole(self, name: str) -> torch.Tensor:
+        """The input for the whole batch."""
+        return self._inputs[name]

@@ -1,0 +1,285 @@
+"""The distributed world: one process a rank, over torch.distributed with gloo or NCCL."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import os
+import queue
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from autopart.errors import RankFailure
+from autopart.runtime.transport import Traffic, check_asked, check_group, check_peer, check_pieces, payload
+from autopart.runtime.watch import Watch
+
+_ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def join(device: torch.device | str | None = None) -> ProcessTransport:
+    """This process's transport, one and the same at every call.
+
+    Uses the process group that is there, else makes one from torchrun's environment (NCCL if a CUDA device is meant,
+    else gloo) and destroys it at exit. The device defaults to the CUDA device that the user has set, else that of
+    LOCAL_RANK. Raises ValueError where there is neither a group nor such an environment.
+    """
+    wanted = None if device is None else torch.device(device)
+    if not dist.is_initialized():
+        missing = [name for name in _ENVIRONMENT if name not in os.environ]
+        if missing:
+            raise ValueError(
+                "no process group: start the script with torchrun, or call torch.distributed.init_process_group first "
+                f"(not in the environment: {', '.join(missing)})"
+            )
+        wanted = wanted or (_cuda_device() if torch.cuda.is_available() and dist.is_nccl_available() else None)
+        if wanted is not None and wanted.type == "cuda":
+            torch.cuda.set_device(wanted)
+        dist.init_process_group("nccl" if wanted is not None and wanted.type == "cuda" else "gloo")
+        atexit.register(_destroy)
+    group = dist.group.WORLD
+    assert group is not None
+    backends = _backends(group)
+    if wanted is None and torch.cuda.is_available() and backends.get("cuda") == "nccl":
+        wanted = _cuda_device()
+    wanted = wanted or torch.device("cpu")
+    if wanted.type == "cuda":
+        torch.cuda.set_device(wanted)
+    return _transport(group, wanted)
+
+
+class ProcessTransport:
+    """The `Transport` of a process, over a torch.distributed process group; made by `join`."""
+
+    def __init__(self, world: dist.ProcessGroup, device: torch.device) -> None:
+        self.rank = dist.get_rank(world)
+        self.size = dist.get_world_size(world)
+        self.device = device
+        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {tuple(range(self.size)): world}
+        self._nccl = _backends(world).get(device.type) == "nccl"
+        self._directions = (world, world)
+        self._outbox = _Outbox(waits=not self._nccl)
+        self._traffic = Traffic()
+        hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        self._watch = Watch(world, hosted=hosted) if self.size > 1 else None
+
+    def prepare(self, groups: Sequence[tuple[int, ...]]) -> None:
+        """Make the process groups that are not there yet, in the order given."""
+        everyone = tuple(range(self.size))
+        asked = self.all_gather_object(list(groups), everyone)
+        check_asked(asked, self.size)
+        for group in dict.fromkeys(groups):
+            if group not in self._groups and len(group) > 1:
+                self._groups[group] = dist.new_group(list(group))
+        if self._nccl and self._directions[0] is self._directions[1]:
+            # NCCL runs a pair's transfers one after the other: two ranks that both send first would wait for each other
+            self._directions = (dist.new_group(list(everyone)), dist.new_group(list(everyone)))
+
+    def send(self, tensor: torch.Tensor, peer: int) -> None:
+        """Post the tensor to `peer`."""
+        check_peer(peer, self.rank, self.size)
+        if tensor.numel():
+            whole = tensor.detach().contiguous()
+            with self._contact(f"a send to rank {peer}"):
+                work = dist.isend(_bytes(whole), peer, group=self._directions[peer > self.rank])
+                self._outbox.post(work, whole)
+        self._traffic.send(tensor)
+
+    def recv(self, shape: Sequence[int], dtype: torch.dtype, peer: int) -> torch.Tensor:
+        """The next tensor from `peer`."""
+        check_peer(peer, self.rank, self.size)
+        tensor = torch.empty(tuple(shape), dtype=dtype, device=self.device)
+        if tensor.numel():
+            with self._contact(f"a receive from rank {peer}"):
+                _wait(dist.irecv(_bytes(tensor), peer, group=self._directions[peer < self.rank]))
+        return tensor
+
+    def all_reduce(self, tensor: torch.Tensor, group: tuple[int, ...]) -> None:
+        """Sum over the group, in place."""
+        with self._collective("all_reduce", payload(tensor), group) as handle, torch.no_grad():
+            if handle is not None:
+                whole = tensor.detach().contiguous()
+                dist.all_reduce(whole, group=handle)
+                if whole.data_ptr() != tensor.data_ptr():
+                    tensor.copy_(whole)
+
+    def all_gather(self, part: torch.Tensor, group: tuple[int, ...]) -> torch.Tensor:
+        """The flat concatenation of every rank's flat `part`."""
+        part = part.detach().reshape(-1).contiguous()
+        whole = part.new_empty(len(group) * part.numel())
+        with self._collective("all_gather", payload(whole), group) as handle:
+            if handle is None:
+                return part.clone()
+            dist.all_gather_into_tensor(_bytes(whole), _bytes(part), group=handle)
+        return whole
+
+    def reduce_scatter(self, whole: torch.Tensor, group: tuple[int, ...]) -> torch.Tensor:
+        """This rank's piece of the sum over the group of the flat `whole`.
+
+        Off NCCL an all-to-all and a sum in group order: gloo's own reduce-scatter all-reduces inside, twice the bytes.
+        """
+        check_pieces(whole, group)
+        whole = whole.detach().reshape(-1).contiguous()
+        with self._collective("reduce_scatter", payload(whole), group) as handle:
+            if handle is None:
+                return whole.clone()
+            if self._nccl:
+                piece = whole.new_empty(whole.numel() // len(group))
+                dist.reduce_scatter_tensor(piece, whole, group=handle)
+                return piece
+            pieces = torch.empty_like(whole)
+            dist.all_to_all_single(_bytes(pieces), _bytes(whole), group=handle)
+        first, *rest = pieces.reshape(len(group), -1).unbind()
+        total = first.clone()
+        for other in rest:
+            total += other
+        return total
+
+    def broadcast(self, tensor: torch.Tensor, source: int, group: tuple[int, ...]) -> None:
+        """Overwrite `tensor` with that of rank `source`."""
+        if source not in group:
+            raise ValueError(f"source: must be one of the group {group}, not {source}")
+        with self._collective("broadcast", payload(tensor), group) as handle, torch.no_grad():
+            if handle is not None:
+                whole = tensor.detach().contiguous()
+                dist.broadcast(_bytes(whole), source, group=handle)
+                if whole.data_ptr() != tensor.data_ptr():
+                    tensor.copy_(whole)
+
+    def all_gather_object(self, item: Any, group: tuple[int, ...]) -> list[Any]:
+        """Every rank's item, in group order."""
+        items = [item] * len(group)
+        handle = self._handle(group)
+        if handle is not None:
+            with self._contact(f"all_gather_object over {group}"):
+                dist.all_gather_object(items, item, group=handle)
+        return items
+
+    def barrier(self) -> None:
+        """Wait until every rank is here."""
+        self.all_gather_object(None, tuple(range(self.size)))
+
+    def flush(self) -> None:
+        """Wait until every posted send is done."""
+        with self._contact("the end of its sends"):
+            self._outbox.flush()
+
+    def fail(self, error: BaseException) -> None:
+        """Name this rank as the root cause, unless another was first: then this process ends here."""
+        if self._watch is not None and not self._watch.fail(error):
+            self._watch.settle()
+
+    def bytes_sent(self) -> dict[str, int]:
+        """Payload bytes sent so far, by kind."""
+        return self._traffic.by_kind()
+
+    def _handle(self, group: tuple[int, ...]) -> dist.ProcessGroup | None:
+        """The process group of a tuple of ranks, None for this rank alone."""
+        check_group(group, self.rank, self.size)
+        if len(group) == 1:
+            return None
+        if group not in self._groups:
+            raise ValueError(f"group: {group} was not given to prepare()")
+        return self._groups[group]
+
+    @contextlib.contextmanager
+    def _collective(self, kind: str, whole: int, group: tuple[int, ...]) -> Iterator[dist.ProcessGroup | None]:
+        """Count a collective and give its process group, None where there is nothing to exchange."""
+        handle = self._handle(group) if whole else None
+        with self._contact(f"{kind} over {group}"):
+            yield handle
+        self._traffic.collective(kind, whole, len(group))
+
+    @contextlib.contextmanager
+    def _contact(self, what: str) -> Iterator[None]:
+        """Where communication breaks because another rank has failed, end quietly: that rank shows the cause."""
+        try:
+            yield
+        except RuntimeError as error:
+            if self._watch is not None:
+                self._watch.settle()
+            raise RankFailure(f"rank {self.rank}: {what} failed: {error}") from error
+
+
+class _Outbox:
+    """Posted sends with the tensors they read. Where `waits`, a thread waits for each: gloo says nothing unasked."""
+
+    def __init__(self, *, waits: bool) -> None:
+        self._waits = waits
+        self._posted: list[tuple[dist.Work, torch.Tensor]] = []
+        self._queue: queue.Queue[tuple[dist.Work, torch.Tensor]] = queue.Queue()
+        self._error: RuntimeError | None = None
+        if waits:
+            threading.Thread(target=self._drain, name="autopart sends", daemon=True).start()
+
+    def post(self, work: dist.Work | None, tensor: torch.Tensor) -> None:
+        """Keep the tensor until the work is done."""
+        assert work is not None
+        self._check()
+        if self._waits:
+            self._queue.put((work, tensor))
+        else:
+            self._posted = [each for each in self._posted if not each[0].is_completed()] + [(work, tensor)]
+
+    def flush(self) -> None:
+        """Return when all is done."""
+        self._queue.join()
+        for work, _ in self._posted:
+            _wait(work)
+        self._posted.clear()
+        self._check()
+
+    def _check(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def _drain(self) -> None:
+        while True:
+            work, _ = item = self._queue.get()
+            try:
+                _wait(work)
+            except RuntimeError as error:
+                self._error = error
+            del work, item, _
+            self._queue.task_done()
+
+
+@functools.lru_cache(maxsize=1)
+def _transport(world: dist.ProcessGroup, device: torch.device) -> ProcessTransport:
+    return ProcessTransport(world, device)
+
+
+def _wait(work: dist.Work | None) -> None:
+    assert work is not None
+    work.wait()
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a contiguous tensor as flat bytes: any dtype can be moved."""
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def _backends(group: dist.ProcessGroup) -> dict[str, str]:
+    """The backend of each device type."""
+    config = str(dist.get_backend_config(group))
+    return dict(entry.split(":", 1) for entry in config.split(","))
+
+
+def _cuda_device() -> torch.device | None:
+    """The CUDA device that this process is meant to use: the user's, else that of LOCAL_RANK; None if nothing says."""
+    initialized: Callable[[], bool] = torch.cuda.is_initialized
+    if initialized() and torch.cuda.current_device() != 0:
+        return torch.device("cuda", torch.cuda.current_device())
+    place = os.environ.get("LOCAL_RANK")
+    if place is None:
+        return torch.device("cuda", torch.cuda.current_device()) if dist.is_initialized() else None
+    return torch.device("cuda", int(place) if torch.cuda.device_count() > 1 else 0)
+
+
+def _destroy() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,79 @@
+"""What a rank measures while it runs: live bytes at the end of every action, and when each action ran."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from autopart.runtime.states import States
+
+
+class Log:
+    """(action, start, end) of every compute action, in seconds of the process's performance counter."""
+
+    def __init__(self) -> None:
+        self.entries: list[tuple[str, float, float]] = []
+
+    def add(self, action: str, start: float, end: float) -> None:
+        """Append one action."""
+        self.entries.append((action, start, end))
+
+
+class Store(dict[Any, Any]):
+    """Values that outlive the action that made them, by microbatch."""
+
+    def storages(self) -> Iterator[torch.UntypedStorage]:
+        """The storages of every tensor inside."""
+        for value in self.values():
+            yield from _storages(value)
+
+
+class Memory:
+    """Bytes alive on a rank, sampled after every action.
+
+    `activations` is the largest total of distinct storages in the stores, parameters excluded; `peak` that of everything:
+    parameters, gradients, activations, and the transient buffers of the action.
+    """
+
+    def __init__(self, states: States) -> None:
+        self.states = states
+        self.stores: list[Store] = []
+        self.activations = 0
+        self.gradients = 0
+        self.peak = 0
+        self._transient = 0
+        tensors = [t for held in states.whole.values() for t in held] + list(states.parts.values())
+        self._parameters = {t.untyped_storage().data_ptr() for t in tensors}
+
+    def store(self) -> Store:
+        """A new store, counted from now on."""
+        self.stores.append(Store())
+        return self.stores[-1]
+
+    def transient(self, nbytes: int) -> None:
+        """Note a buffer that lives only within an action."""
+        self._transient = max(self._transient, nbytes)
+
+    def sample(self) -> None:
+        """Count what is alive now."""
+        seen: dict[int, int] = {}
+        for store in self.stores:
+            for storage in store.storages():
+                if storage.data_ptr() not in self._parameters:
+                    seen[storage.data_ptr()] = storage.nbytes()
+        alive = sum(seen.values())
+        resident = self.states.resident_bytes()
+        self.activations = max(self.activations, alive)
+        self.gradients = max(self.gradients, resident["gradients"])
+        self.peak = max(self.peak, alive + sum(resident.values()) + self._transient)
+        self._transient = 0
+
+
+def _storages(value: Any) -> Iterator[torch.UntypedStorage]:
+    if isinstance(value, torch.Tensor):
+        yield value.untyped_storage()
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from _storages(item)

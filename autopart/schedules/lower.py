@@ -1,0 +1,94 @@
+"""Lowering: SEND and RECV put among the compute actions of a schedule.
+
+All transfers have one order, which every row keeps: that of the moments at which their values are made when the table
+runs at unit costs. So the two ranks of a pair agree on the order of what passes between them, and the rows end whatever
+the transport does (`progress`). Within that order a SEND comes as early and a RECV as late as possible, so that no
+receive holds up work that does not need it. Compute that repeats in time gives rows that repeat, so the program text
+can loop over them.
+
+rewrite (1f1b, rank 1 of 2):  1F0 1B0 1F1 1B1  -->  1RECV0>0 1F0 1B0 1RECV1>0 1SEND0>0 1F1 1B1 1SEND1>0
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from autopart.ir.action import Action, Kind, Schedule, Scheduled
+from autopart.schedules.dependencies import Edges, dependencies
+from autopart.schedules.timing import run_time
+from autopart.schedules.validate import validate
+
+UNIT = {Kind.F: 1, Kind.I: 1, Kind.W: 1, Kind.B: 2}
+
+Slotted = tuple[int, Action]
+"""A SEND or RECV, and the step of the row before which it must stand."""
+
+
+def lower(schedule: Schedule, edges: Edges) -> Scheduled:
+    """The schedule with its communication: what flows over `edges` is sent as soon as it is made.
+
+    `edges` holds (source stage, target stage) pairs. Forward ones (source < target, also long skips) carry the outputs
+    of F(source) to F(target) of the same microbatch; backward ones (source > target) the gradients from B or I to B or
+    I. Between stages of one rank nothing is sent. A SEND follows its producer with nothing but other transfers between;
+    a RECV stands before its consumer. Raises ValueError for edges between stages that are not there, and what
+    `validate` raises.
+    """
+    for source, target in sorted(edges):
+        if source == target or not {source, target} <= set(range(schedule.stages)):
+            raise ValueError(f"edges: ({source}, {target}) does not join two of the stages 0 to {schedule.stages - 1}")
+    validate(schedule)
+    step = {action: number for row in schedule.table for number, action in enumerate(row)}
+    transfers: list[list[Slotted]] = [[] for _ in schedule.table]
+    for producer, consumer in _crossings(schedule, edges):
+        send = Action(Kind.SEND, producer.stage, producer.microbatch, peer=consumer.stage)
+        receive = Action(Kind.RECV, consumer.stage, consumer.microbatch, peer=producer.stage)
+        transfers[schedule.place[producer.stage]].append((step[producer] + 1, send))
+        transfers[schedule.place[consumer.stage]].append((step[consumer], receive))
+    return Scheduled(schedule, tuple(map(_merge, schedule.table, transfers)))
+
+
+def _crossings(schedule: Schedule, edges: Edges) -> list[tuple[Action, Action]]:
+    """The (producer, consumer) of every value that passes between two ranks, in the one order of all transfers."""
+    needs = dependencies(schedule, edges)
+    intervals = run_time(schedule.table, needs, cost=lambda action: UNIT[action.kind], delay=lambda need, action: 0)
+    ends = {
+        action: end
+        for row, times in zip(schedule.table, intervals, strict=True)
+        for action, (_, end) in zip(row, times, strict=True)
+    }
+
+    def order(crossing: tuple[Action, Action]) -> tuple[float, bool, int, int]:
+        # At equal times downstream ranks come first where values flow forward, upstream ones where gradients flow back:
+        # a rank then passes on its own value before it takes the next one.
+        source, target = crossing[0].stage, crossing[1].stage
+        backward = target < source
+        return (ends[crossing[0]], backward, *((source, -target) if backward else (-source, target)))
+
+    place = schedule.place
+    return sorted(
+        (
+            (need, action)
+            for action, wanted in needs.items()
+            for need in wanted
+            if place[need.stage] != place[action.stage]
+        ),
+        key=order,
+    )
+
+
+def _merge(row: Sequence[Action], transfers: Sequence[Slotted]) -> tuple[Action, ...]:
+    """The row with its transfers in the order given, each as late as its step and those after it allow."""
+    slots = [step for step, _ in transfers]
+    for index in reversed(range(len(slots) - 1)):
+        slots[index] = min(slots[index], slots[index + 1])
+    before: list[list[Action]] = [[] for _ in range(len(row) + 1)]
+    for slot, (_, transfer) in zip(slots, transfers, strict=True):
+        before[slot].append(transfer)
+    return tuple(_interleave(row, before))
+
+
+def _interleave(row: Sequence[Action], before: Sequence[Sequence[Action]]) -> Iterator[Action]:
+    for transfers, action in zip(before, row, strict=False):
+        yield from transfers
+        yield action
+    yield from before[-1]

@@ -1,0 +1,161 @@
+"""Do the lowered rows of all ranks end, whatever the transport does? Deadlock freedom as acyclicity.
+
+An event cannot happen before those it waits for; rows deadlock exactly when these waits have a cycle. Three models of a
+transport, each adding waits to the one before:
+
+* ``dirfifo``: a send never waits; a receive waits for the matching send and all that comes before it in its row.
+* ``pairfifo``: the two ranks of a pair share one stream (NCCL, one communicator a pair): a transfer happens on both
+  sides at once, after the pair's earlier transfers in either direction.
+* ``block``: a send, too, holds up all that comes after it in its row until the receive is posted.
+
+Before that, channels: with messages told apart by order alone, the k-th RECV of a channel must be of the k-th SEND.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise, zip_longest
+from typing import TypeAlias
+
+import networkx as nx
+
+from autopart.errors import VerificationError
+from autopart.ir.action import Action, Kind
+from autopart.schedules.text import grid
+
+MODELS = ("dirfifo", "pairfifo", "block")
+
+Rows = Sequence[Sequence[Action]]
+Position = tuple[int, int]
+"""Rank and step."""
+
+Event = tuple[Position, ...]
+"""What happens at once: one action, or a SEND and its RECV."""
+
+Waits: TypeAlias = "nx.DiGraph[Event]"
+
+
+def check(rows: Rows, place: Sequence[int]) -> None:
+    """Raise VerificationError unless the rows, one a pipeline rank, match and end under all three models.
+
+    ``place[stage]`` is the rank of a stage. Every action but SEND and RECV counts as work of the rank alone. The
+    message names the model, the action at which each rank is stuck and the cycle of waits, and shows the rows with
+    these in brackets.
+    """
+    peers = _match(rows, place)
+    # The last model has all waits of the others: rows that end under it need no more looking at.
+    if nx.is_directed_acyclic_graph(_waits(rows, place, peers, MODELS[-1])):
+        return
+    graphs = ((model, _waits(rows, place, peers, model)) for model in MODELS)
+    raise next(_deadlock(rows, waits, model) for model, waits in graphs if not nx.is_directed_acyclic_graph(waits))
+
+
+def _match(rows: Rows, place: Sequence[int]) -> dict[Position, Position]:
+    """The RECV of every SEND."""
+    sends: dict[tuple[int, int], list[Position]] = defaultdict(list)
+    receives: dict[tuple[int, int], list[Position]] = defaultdict(list)
+    for rank, row in enumerate(rows):
+        for step, action in enumerate(row):
+            if action.kind in (Kind.SEND, Kind.RECV):
+                _check_ends(rows, place, (rank, step))
+                peer = place[action.peer]
+                if action.kind is Kind.SEND:
+                    sends[rank, peer].append((rank, step))
+                else:
+                    receives[peer, rank].append((rank, step))
+    peers = {}
+    for channel in sorted(sends.keys() | receives.keys()):
+        for send, receive in zip_longest(sends[channel], receives[channel]):
+            if send is None or receive is None or _counterpart(rows[send[0]][send[1]]) != rows[receive[0]][receive[1]]:
+                raise _mismatch(rows, channel, send, receive)
+            peers[send] = receive
+    return peers
+
+
+def _check_ends(rows: Rows, place: Sequence[int], position: Position) -> None:
+    rank, step = position
+    action = rows[rank][step]
+    stages = range(len(place))
+    fault = ""
+    if action.stage not in stages or action.peer not in stages:
+        fault = f"names a stage that is not among 0 to {len(place) - 1}"
+    elif place[action.stage] != rank:
+        fault = f"is of a stage of rank {place[action.stage]}"
+    elif place[action.peer] == rank:
+        fault = "is between two stages of one rank, which hand over without a message"
+    if fault:
+        raise VerificationError(f"rank {rank}, step {step}: {action} {fault}\n{grid(rows, {position: ''})}")
+
+
+def _counterpart(send: Action) -> Action:
+    """The RECV that takes a SEND's message."""
+    return Action(Kind.RECV, send.peer, send.microbatch, send.slice, send.pipe, send.stage, send.unit)
+
+
+def _mismatch(
+    rows: Rows, channel: tuple[int, int], send: Position | None, receive: Position | None
+) -> VerificationError:
+    source, target = channel
+    sent = f"sends {rows[send[0]][send[1]]}" if send else "sends nothing more"
+    taken = f"takes it as {rows[receive[0]][receive[1]]}" if receive else "receives nothing more"
+    marks = {position: "" for position in (send, receive) if position}
+    return VerificationError(
+        f"channel from rank {source} to rank {target}: rank {source} {sent}, but rank {target} {taken}; "
+        f"receives must follow the order of the sends\n{grid(rows, marks)}"
+    )
+
+
+def _waits(rows: Rows, place: Sequence[int], peers: Mapping[Position, Position], model: str) -> Waits:
+    """The graph of what must happen before what under a model: an edge leads from an event to one that waits for it."""
+    event: dict[Position, Event] = {
+        (rank, step): ((rank, step),) for rank, row in enumerate(rows) for step in range(len(row))
+    }
+    waits: Waits = nx.DiGraph()
+    if model == "dirfifo":
+        waits.add_edges_from((event[send], event[receive]) for send, receive in peers.items())
+    else:
+        event |= {side: (send, receive) for send, receive in peers.items() for side in (send, receive)}
+    waits.add_nodes_from(event.values())
+    for rank, row in enumerate(rows):
+        order = pairwise(range(len(row))) if model == "block" else _sends_free(row, place, streams=model == "pairfifo")
+        waits.add_edges_from((event[rank, before], event[rank, after]) for before, after in order)
+    return waits
+
+
+def _sends_free(row: Sequence[Action], place: Sequence[int], *, streams: bool) -> Iterator[tuple[int, int]]:
+    """The (before, after) steps of a row of a row where only the stream of a pair, if it has one, waits for sends."""
+    held: int | None = None
+    last: dict[int, int] = {}
+    for step, action in enumerate(row):
+        if held is not None:
+            yield held, step
+        if streams and action.kind in (Kind.SEND, Kind.RECV):
+            peer = place[action.peer]
+            if peer in last:
+                yield last[peer], step
+            last[peer] = step
+        if action.kind is not Kind.SEND:
+            held = step
+
+
+def _deadlock(rows: Rows, waits: Waits, model: str) -> VerificationError:
+    """The error for waits with a cycle: where every rank is stuck, and why."""
+    cyclic = [events for events in nx.strongly_connected_components(waits) if len(events) > 1]
+    never = {event for events in cyclic for event in events}
+    never |= {after for event in never for after in nx.descendants(waits, event)}
+    stuck: dict[int, int] = {}
+    for rank, step in sorted(position for event in never for position in event):
+        stuck.setdefault(rank, step)
+    where = "; ".join(f"rank {rank} is stuck at {rows[rank][step]} (step {step})" for rank, step in stuck.items())
+    cycle = [event for event, _ in nx.find_cycle(waits)][::-1]
+    talk = [" with ".join(str(rows[r][s]) for r, s in event) for event in cycle if _is_transfer(rows, event)]
+    marks = {position: "" for position in stuck.items()}
+    return VerificationError(
+        f"deadlock under the {model} model: {where}; cycle: {' waits for '.join([*talk, talk[0]])}\n{grid(rows, marks)}"
+    )
+
+
+def _is_transfer(rows: Rows, event: Event) -> bool:
+    rank, step = event[0]
+    return rows[rank][step].kind in (Kind.SEND, Kind.RECV)

@@ -1,0 +1,110 @@
+"""What a stage holds, by state, and the collectives that its placement implies: one rule a mode, for each segment.
+
+A state of |s| bytes takes |s| where it is replicated over N data ranks and ceil(|s| / N) where it is sharded, with or
+without gather. On top come, for the largest segment of the stage, its gathered parameters (sharded-with-gather) and its
+whole gradient before that is reduced to a part (sharded gradients). Activations are what one microbatch saves, times
+those in flight. A parameter that several segments of a stage use is held once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import ceil
+
+from autopart.ir.cost import SegmentNumbers
+from autopart.ir.placement import Mode, Modes
+from autopart.ir.plan import StageMemory
+
+SCHEDULES = ("gpipe", "1f1b")
+"""The schedules whose memory is known here."""
+
+
+def in_flight(schedule: str, stages: int, microbatches: int) -> tuple[int, ...]:
+    """How many microbatches each stage keeps at once: all with gpipe, min(m, p - i) at stage i with 1f1b."""
+    if schedule not in SCHEDULES:
+        raise ValueError(f"schedule: unknown {schedule!r}; known are {', '.join(SCHEDULES)}")
+    return tuple(microbatches if schedule == "gpipe" else min(microbatches, stages - i) for i in range(stages))
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryModel:
+    """The segments at one microbatch size, their modes on the data axis, its degree, and the optimizer.
+
+    `optimizer_ratio`: bytes of optimizer state per byte of trainable parameter (AdamW: 2, both moments in its dtype).
+    """
+
+    segments: tuple[SegmentNumbers, ...]
+    modes: tuple[Modes, ...]
+    degree: int
+    optimizer_ratio: float
+
+    def stage(self, start: int, stop: int, flight: int) -> StageMemory:
+        """The memory of segments `start` to `stop` - 1 as one stage that keeps `flight` microbatches."""
+        held = [self._held(i, *self._own(i)) for i in range(start, stop)]
+        first = {t.name: (i, t) for i in reversed(range(start, stop)) for t in self.segments[i].tied}
+        held += [self._held(i, t.nbytes, t.nbytes * t.trainable) for i, t in first.values()]
+        parameters, optimizer, gradients = (sum(column) for column in zip(*held, strict=True))
+        saved = sum(self.segments[i].saved_bytes for i in range(start, stop))
+        transient = max(self._transient(i) for i in range(start, stop))
+        return StageMemory(parameters, optimizer, gradients, saved * flight, transient)
+
+    def resident(self) -> tuple[tuple[int, ...], ...]:
+        """The interval table: [i][j - i - 1] is the bytes of segments i to j - 1 as a stage, activations left out."""
+        return tuple(tuple(self._growing(start)) for start in range(len(self.segments)))
+
+    def _growing(self, start: int) -> Iterator[int]:
+        """The bytes of the stages that begin at `start`, one segment longer each time."""
+        held, transient, seen = 0, 0, set[str]()
+        for i in range(start, len(self.segments)):
+            held += sum(self._held(i, *self._own(i)))
+            for tied in self.segments[i].tied:
+                if tied.name not in seen:
+                    held += sum(self._held(i, tied.nbytes, tied.nbytes * tied.trainable))
+                    seen.add(tied.name)
+            transient = max(transient, self._transient(i))
+            yield held + transient
+
+    def _own(self, i: int) -> tuple[int, int]:
+        """Parameter and trainable bytes of segment i that no other segment uses."""
+        segment = self.segments[i]
+        return (
+            segment.parameter_bytes - sum(t.nbytes for t in segment.tied),
+            segment.trainable_bytes - sum(t.nbytes for t in segment.tied if t.trainable),
+        )
+
+    def _held(self, i: int, parameters: int, trainable: int) -> tuple[int, int, int]:
+        """Parameter, optimizer and gradient bytes that a rank holds of a piece of segment i."""
+        modes = self.modes[i]
+        return (
+            self._part(parameters, modes.parameters),
+            self._part(ceil(trainable * self.optimizer_ratio), modes.optimizer),
+            self._part(trainable, modes.gradients),
+        )
+
+    def _part(self, size: int, mode: Mode) -> int:
+        return size if mode is Mode.REPLICATED else -(-size // self.degree)
+
+    def _transient(self, i: int) -> int:
+        if self.degree == 1:
+            return 0
+        modes, segment = self.modes[i], self.segments[i]
+        gathered = segment.parameter_bytes if modes.parameters is Mode.GATHERED else 0
+        return gathered + (segment.trainable_bytes if modes.gradients is Mode.SHARDED else 0)
+
+
+def exchanges(segment: SegmentNumbers, modes: Modes, microbatches: int) -> Iterator[tuple[str, int, int]]:
+    """The collectives of one segment on the data axis in a step: (collective, payload bytes, times).
+
+    Gradients are reduced only to the mode that their consumer needs, a sharded optimizer's included; sharded gradients
+    once a microbatch. A sharded optimizer under whole parameters gathers them after the step; parameters that are
+    gathered at use are so in the forward and in the backward of every microbatch.
+    """
+    whole = modes.optimizer is Mode.REPLICATED and modes.gradients is Mode.REPLICATED
+    times = microbatches if modes.gradients is Mode.SHARDED else 1
+    if segment.trainable_bytes:
+        yield "all_reduce" if whole else "reduce_scatter", segment.trainable_bytes, times
+        if modes.optimizer is Mode.SHARDED and modes.parameters is Mode.REPLICATED:
+            yield "all_gather", segment.trainable_bytes, 1
+    if segment.parameter_bytes and modes.parameters is Mode.GATHERED:
+        yield "all_gather", segment.parameter_bytes, 2 * microbatches

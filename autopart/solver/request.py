@@ -1,0 +1,197 @@
+"""What a caller asks of the solver, checked: pins as typed data, every bad argument refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from math import inf
+
+from autopart.cluster import Cluster, parse_bytes
+from autopart.ir.cost import SegmentCost
+from autopart.ir.mesh import Mesh
+from autopart.ir.placement import PRESETS, Placement
+from autopart.solver.memory import SCHEDULES
+
+Rules = tuple[tuple[str, Placement], ...]
+"""(pattern, placement), the first match holds; the last pattern is '*'."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A request with its pins resolved; None where the solver chooses."""
+
+    costs: tuple[SegmentCost, ...]
+    batch: int
+    cluster: Cluster
+    devices: int
+    mesh: Mesh | None
+    stages: int | None
+    starts: tuple[int, ...]  # segments where a stage must begin
+    placements: tuple[Rules, ...]  # alternatives, the preferred first
+    schedule: str
+    microbatches: int | None
+    memory: int  # bytes per device
+    optimizer_ratio: float
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the segments."""
+        return tuple(cost.name for cost in self.costs)
+
+
+def resolve(
+    costs: Sequence[SegmentCost],
+    *,
+    batch: int,
+    cluster: Cluster | None,
+    devices: int | None,
+    mesh: Mapping[str, int] | Mesh | None,
+    stages: int | Sequence[str] | None,
+    placement: str | Placement | Mapping[str, str | Placement] | None,
+    schedule: str | None,
+    microbatches: int | None,
+    memory: str | int | None,
+    optimizer_ratio: float,
+) -> Request:
+    """The request behind the arguments of `choose`; ValueError or TypeError names the argument that is wrong."""
+    names = [cost.name for cost in costs]
+    if not names or len(set(names)) != len(names):
+        raise ValueError(f"costs: at least one segment, each with its own name, is needed; got {names}")
+    whole("batch", batch)
+    count = _devices(devices, cluster)
+    cluster = cluster or Cluster.preset("cpu", per_node=count)
+    pinned = _mesh(mesh, count)
+    number, starts = _stages(stages, names, pinned)
+    if schedule is not None and schedule not in SCHEDULES:
+        raise ValueError(f"schedule: unknown or not yet planned for: {schedule!r}; known are {', '.join(SCHEDULES)}")
+    if microbatches is not None:
+        whole("microbatches", microbatches)
+    if isinstance(optimizer_ratio, bool) or not isinstance(optimizer_ratio, int | float):
+        raise TypeError(f"optimizer_ratio: expected a number such as 2 for AdamW, not {optimizer_ratio!r}")
+    if not 0 <= optimizer_ratio < inf:
+        raise ValueError(f"optimizer_ratio: state bytes per parameter byte cannot be {optimizer_ratio}")
+    request = Request(
+        costs=tuple(costs),
+        batch=batch,
+        cluster=cluster,
+        devices=count,
+        mesh=pinned,
+        stages=number,
+        starts=starts,
+        placements=_placements(placement),
+        schedule=schedule or "1f1b",
+        microbatches=microbatches,
+        memory=cluster.memory if memory is None else parse_bytes(memory),
+        optimizer_ratio=optimizer_ratio,
+    )
+    _check_counts(request)
+    return request
+
+
+def whole(name: str, value: object) -> None:
+    """TypeError or ValueError unless `value` is a whole number of at least 1."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name}: expected a whole number, not {value!r}")
+    if value < 1:
+        raise ValueError(f"{name}: must be at least 1, not {value}")
+
+
+def _devices(devices: int | None, cluster: Cluster | None) -> int:
+    if devices is None:
+        return cluster.devices if cluster else 1
+    whole("devices", devices)
+    if cluster and devices > cluster.devices:
+        raise ValueError(f"devices: {devices} asked for, but the cluster has {cluster.devices}")
+    return devices
+
+
+def _mesh(mesh: Mapping[str, int] | Mesh | None, devices: int) -> Mesh | None:
+    if mesh is None:
+        return None
+    if not isinstance(mesh, Mesh | Mapping):
+        raise TypeError(f"mesh: expected axis sizes such as {{'pp': 2, 'dp': 2}}, not {mesh!r}")
+    made = mesh if isinstance(mesh, Mesh) else Mesh.of(mesh)
+    for axis, size in made.axes:
+        if axis not in ("pp", "dp") and size > 1:
+            raise ValueError(f"mesh: axis {axis!r} is not planned yet; use pp and dp")
+    if made.size != devices:
+        raise ValueError(f"mesh: {made} has {made.size} ranks, but there are {devices} devices")
+    return made
+
+
+def _stages(
+    stages: int | Sequence[str] | None, names: list[str], mesh: Mesh | None
+) -> tuple[int | None, tuple[int, ...]]:
+    """The number of stages, None if free, and the segments that must begin one."""
+    pp = mesh.degree("pp") if mesh else None
+    if stages is None:
+        return pp, ()
+    if isinstance(stages, int):
+        whole("stages", stages)
+        if pp is not None and pp != stages:
+            raise ValueError(f"stages: {stages} stages contradict the mesh of {mesh} (pp={pp})")
+        return stages, ()
+    if isinstance(stages, str) or not isinstance(stages, Sequence) or not all(isinstance(s, str) for s in stages):
+        raise TypeError(f"stages: expected a count or the module names where a stage begins, not {stages!r}")
+    starts = tuple(sorted(_segment(name, names) for name in stages))
+    if len(set(starts)) != len(starts):
+        raise ValueError(f"stages: two of {list(stages)} begin at the same segment")
+    least = len({0, *starts})
+    if pp is not None and least > pp:
+        raise ValueError(f"stages: {list(stages)} make {least} stages, more than pp={pp} of the mesh")
+    return pp or least, starts
+
+
+def _segment(name: str, names: list[str]) -> int:
+    """The segment that a module name stands for: its own, else the first one inside the module."""
+    for number, segment in enumerate(names):
+        if segment == name or segment.startswith(f"{name}."):
+            return number
+    near = get_close_matches(name, names, n=3) or names[:8]
+    raise ValueError(f"stages: no stage can begin at {name!r}; a stage begins at a segment, such as {', '.join(near)}")
+
+
+def _placements(pin: str | Placement | Mapping[str, str | Placement] | None) -> tuple[Rules, ...]:
+    presets = tuple(Placement.preset(name) for name in PRESETS)
+    if pin is None:
+        return tuple((("*", preset),) for preset in presets)
+    if not isinstance(pin, Mapping):
+        return ((("*", _placement(pin)),),)
+    rules = tuple((pattern, _placement(value)) for pattern, value in pin.items() if pattern != "*")
+    if not all(isinstance(pattern, str) for pattern, _ in rules):
+        raise TypeError(f"placement: patterns must be module or parameter names, not {[p for p, _ in rules]}")
+    rest = (_placement(pin["*"]),) if "*" in pin else presets
+    return tuple((*rules, ("*", preset)) for preset in rest)
+
+
+def _placement(value: object) -> Placement:
+    if isinstance(value, str):
+        return Placement.preset(value)
+    if not isinstance(value, Placement):
+        raise TypeError(f"placement: expected one of {', '.join(PRESETS)} or a Placement, not {value!r}")
+    if value.on("dp") not in [Placement.preset(name).on("dp") for name in PRESETS]:
+        raise ValueError(f"placement: {value} is not planned yet; on dp use the modes of {', '.join(PRESETS)}")
+    if others := [axis for axis, _ in value.axes if axis != "dp"]:
+        raise ValueError(f"placement: modes on {', '.join(others)} are not planned yet; use dp")
+    return value
+
+
+def _check_counts(request: Request) -> None:
+    """Refuse counts that cannot go together: segments and stages, devices and stages, batch and microbatches."""
+    segments, stages = len(request.costs), request.stages
+    if stages is not None and stages > segments:
+        raise ValueError(
+            f"{'mesh' if request.mesh else 'stages'}: {stages} stages need {stages} segments, but the model has"
+            f" {segments}: {', '.join(request.names)}"
+        )
+    if stages is not None and request.devices % stages:
+        raise ValueError(f"stages: {request.devices} devices cannot be divided into {stages} equal stages")
+    most = stages or max(pp for pp in range(1, segments + 1) if request.devices % pp == 0)
+    dp, count = request.devices // most, request.microbatches or 1
+    if request.batch < dp * count:
+        raise ValueError(
+            f"microbatches: a batch of {request.batch} over dp={dp} allows at most {request.batch // dp}, not {count}"
+            if request.batch >= dp
+            else f"batch: {request.batch} samples are too few for dp={dp}; at least {dp} are needed"
+        )

@@ -1,0 +1,148 @@
+"""The stage split: n segments in order cut into p contiguous stages, exactly.
+
+Minimise   max over stages k of  sum of times[i] over the segments i of k              -> `bottleneck`
+subject to resident(k) + flight[k] * sum of saved[i] <= limit for every stage k        -> `SplitProblem.fits`
+           every stage has a segment; every segment in `starts` begins a stage         -> `SplitProblem.stops`
+then       the least sum of boundaries[i] over the segments i that begin a later stage,
+then       the earliest first cut, the earliest second cut, ...                        -> `solve_split`
+
+Times are whole numbers, so sums are exact and ties are real. Backward dynamic programming over (stage, first segment):
+the best way to finish from there does not depend on how it was reached. O(p n^2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+from math import inf
+
+
+@dataclass(frozen=True, slots=True)
+class SplitProblem:
+    """What is to be split; one entry a segment unless said otherwise."""
+
+    times: tuple[int, ...]  # of one microbatch, in any whole unit
+    boundaries: tuple[int, ...]  # bytes that flow in from earlier segments
+    resident: tuple[tuple[int, ...], ...]  # [i][j - i - 1]: bytes of segments i to j - 1 without activations
+    saved: tuple[int, ...]  # activation bytes that one microbatch keeps
+    flight: tuple[int, ...]  # microbatches that a stage keeps; an entry a stage
+    limit: int  # bytes per device
+    starts: tuple[int, ...] = ()  # segments where a stage must begin
+    _elapsed: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    _kept: tuple[int, ...] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.stages <= self.segments:
+            raise ValueError(f"stages: {self.segments} segments cannot be split into {self.stages} stages")
+        if not all(0 <= start < self.segments for start in self.starts):
+            raise ValueError(f"stages: starts {self.starts} must be segment numbers below {self.segments}")
+        if len({*self.starts, 0}) > self.stages:
+            raise ValueError(f"stages: starts {self.starts} make more than {self.stages} stages")
+        object.__setattr__(self, "_elapsed", tuple(accumulate(self.times, initial=0)))
+        object.__setattr__(self, "_kept", tuple(accumulate(self.saved, initial=0)))
+
+    @property
+    def segments(self) -> int:
+        """The number of segments."""
+        return len(self.times)
+
+    @property
+    def stages(self) -> int:
+        """The number of stages."""
+        return len(self.flight)
+
+    def time(self, start: int, stop: int) -> int:
+        """The time of segments `start` to `stop` - 1."""
+        return self._elapsed[stop] - self._elapsed[start]
+
+    def need(self, stage: int, start: int, stop: int) -> int:
+        """The peak bytes of a stage made of segments `start` to `stop` - 1."""
+        return self.resident[start][stop - start - 1] + self.flight[stage] * (self._kept[stop] - self._kept[start])
+
+    def fits(self, stage: int, start: int, stop: int) -> bool:
+        """Whether such a stage stays within the limit."""
+        return self.need(stage, start, stop) <= self.limit
+
+    def stops(self, stage: int, start: int) -> range:
+        """Where a stage from `start` may end, memory left aside: later stages need a segment each, pins a cut."""
+        if stage == self.stages - 1:
+            return range(self.segments, self.segments + (not any(pin > start for pin in self.starts)))
+        last = self.segments - (self.stages - 1 - stage)
+        return range(start + 1, min([last, *(pin for pin in self.starts if pin > start)]) + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """Where stages begin (the first at 0), the slowest stage's time and the bytes over all cuts."""
+
+    starts: tuple[int, ...]
+    slowest: int
+    boundary: int
+
+
+def solve_split(problem: SplitProblem) -> Split | None:
+    """The best split, None if none fits the limit; the same answer every time."""
+    slowest = bottleneck(problem, lambda k, i, j: problem.time(i, j) if problem.fits(k, i, j) else inf)
+    if slowest == inf:
+        return None
+
+    def crossing(stage: int, start: int, stop: int) -> float:
+        if problem.time(start, stop) > slowest or not problem.fits(stage, start, stop):
+            return inf
+        return problem.boundaries[start] if stage else 0
+
+    least = _finish(problem, crossing, lambda here, later: here + later)
+    starts, stage, start = [0], 0, 0
+    while stage < problem.stages - 1:
+        start = next(
+            stop
+            for stop in problem.stops(stage, start)
+            if crossing(stage, start, stop) + least[stage + 1][stop] == least[stage][start]
+        )
+        stage += 1
+        starts.append(start)
+    return Split(tuple(starts), int(slowest), int(least[0][0]))
+
+
+def bottleneck(problem: SplitProblem, cost: Callable[[int, int, int], float]) -> float:
+    """The least possible value of the largest cost(stage, start, stop) over the stages; inf if there is no split.
+
+    With the need for memory as the cost it is the smallest limit under which the problem has a solution.
+    """
+    return _finish(problem, cost, max)[0][0]
+
+
+def evaluate(problem: SplitProblem, starts: Sequence[int]) -> Split | None:
+    """The split that begins its stages at `starts`, counted afresh from the segments; None if it breaks a rule."""
+    cuts = [*starts, problem.segments]
+    sizes = [stop - start for start, stop in pairwise(cuts)]
+    if len(starts) != problem.stages or starts[0] != 0 or min(sizes) < 1 or not {*problem.starts} <= {*starts}:
+        return None
+    slowest = 0
+    for stage, (start, size) in enumerate(zip(starts, sizes, strict=True)):
+        inside = slice(start, start + size)
+        if problem.resident[start][size - 1] + sum(problem.saved[inside]) * problem.flight[stage] > problem.limit:
+            return None
+        slowest = max(slowest, sum(problem.times[inside]))
+    return Split(tuple(starts), slowest, sum(problem.boundaries[start] for start in starts[1:]))
+
+
+def first_segments(problem: SplitProblem, stage: int) -> Iterator[int]:
+    """The segments at which a stage may begin when every stage has at least one."""
+    yield from range(stage, problem.segments - problem.stages + stage + 1) if stage else (0,)
+
+
+def _finish(
+    problem: SplitProblem, cost: Callable[[int, int, int], float], join: Callable[[float, float], float]
+) -> list[list[float]]:
+    """[k][i]: the least joined cost of stages k and later if stage k begins at segment i; inf where it cannot."""
+    table = [[inf] * (problem.segments + 1) for _ in range(problem.stages + 1)]
+    table[problem.stages][problem.segments] = 0
+    for stage in reversed(range(problem.stages)):
+        later = table[stage + 1]
+        for start in first_segments(problem, stage):
+            table[stage][start] = min(
+                (join(cost(stage, start, stop), later[stop]) for stop in problem.stops(stage, start)), default=inf
+            )
+    return table

@@ -1,0 +1,66 @@
+"""Brute force for small instances, written from the definitions and sharing nothing with the solver."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import combinations
+from math import ceil
+
+from autopart.ir.cost import SegmentNumbers
+
+
+def every_split(segments: int, stages: int) -> Iterator[tuple[int, ...]]:
+    """All ways to begin `stages` non-empty contiguous stages, earliest cuts first."""
+    for cuts in combinations(range(1, segments), stages - 1):
+        yield (0, *cuts)
+
+
+def stage_bytes(segments: Sequence[SegmentNumbers], preset: str, dp: int, ratio: float, flight: int) -> int:
+    """Peak bytes of one stage under one preset: the four tables of ZeRO written out."""
+    names: set[str] = set()
+    total, largest = 0, 0
+    for segment in segments:
+        pieces = [(segment.parameter_bytes, segment.trainable_bytes)]
+        for tied in segment.tied:
+            trained = tied.nbytes if tied.trainable else 0
+            pieces[0] = (pieces[0][0] - tied.nbytes, pieces[0][1] - trained)
+            if tied.name not in names:
+                names.add(tied.name)
+                pieces.append((tied.nbytes, trained))
+        for parameters, trainable in pieces:
+            states = {"p": parameters, "o": ceil(trainable * ratio), "g": trainable}
+            split = {"ddp": "", "zero1": "o", "zero2": "og", "fsdp": "pog"}[preset]
+            total += sum(ceil(size / dp) if state in split else size for state, size in states.items())
+        if dp > 1:
+            gathered = segment.parameter_bytes if preset == "fsdp" else 0
+            largest = max(largest, gathered + (segment.trainable_bytes if preset in ("zero2", "fsdp") else 0))
+        total += flight * segment.saved_bytes
+    return total + largest
+
+
+def best_split(
+    segments: Sequence[SegmentNumbers],
+    times: Sequence[int],
+    *,
+    stages: int,
+    schedule: str,
+    microbatches: int,
+    preset: str,
+    dp: int,
+    ratio: float,
+    limit: int,
+    pinned: Sequence[int] = (),
+) -> tuple[int, int, tuple[int, ...]] | None:
+    """The least (slowest stage, boundary bytes, starts) over all splits that keep the limit and the pins."""
+    found = []
+    for starts in every_split(len(segments), stages):
+        ends = (*starts[1:], len(segments))
+        if any(pin not in starts for pin in pinned):
+            continue
+        flights = [microbatches if schedule == "gpipe" else min(microbatches, stages - k) for k in range(stages)]
+        runs = list(zip(starts, ends, flights, strict=True))
+        if any(stage_bytes(segments[i:j], preset, dp, ratio, flight) > limit for i, j, flight in runs):
+            continue
+        slowest = max(sum(times[i:j]) for i, j, _ in runs)
+        found.append((slowest, sum(segments[i].boundary_bytes for i in starts[1:]), starts))
+    return min(found, default=None)

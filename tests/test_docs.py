@@ -1,0 +1,58 @@
+"""The README's blocks marked runnable do run: its Python as one script, each of its shell lines on its own."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+BLOCK = re.compile(r"^```(\w+) runnable\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\]\((?!https?:)([^)#]+)\)")
+
+
+def runnable(language: str) -> list[str]:
+    """The README's runnable blocks of a language."""
+    return [body for kind, body in BLOCK.findall((ROOT / "README.md").read_text()) if kind == language]
+
+
+def shell_lines() -> list[str]:
+    """The README's runnable commands."""
+    return [line for block in runnable("sh") for line in block.splitlines() if line.strip()]
+
+
+def run(command: list[str]) -> subprocess.CompletedProcess[str]:
+    """Run a command at the root of the checkout, with this interpreter's scripts first in the path."""
+    paths = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, cwd=ROOT, env=os.environ | paths, capture_output=True, text=True, timeout=100)
+
+
+def test_python_blocks(tmp_path: Path) -> None:
+    blocks = runnable("python")
+    assert len(blocks) == 3
+    script = tmp_path / "readme.py"
+    script.write_text("\n".join(blocks))
+    done = run([sys.executable, str(script)])
+    assert done.returncode == 0, done.stderr
+    assert "def step(" in done.stdout
+
+
+@pytest.mark.parametrize("line", shell_lines())
+def test_shell_lines(line: str) -> None:
+    command = shlex.split(line)
+    modules = {"python": [], "torchrun": ["-m", "torch.distributed.run"], "autopart": ["-m", "autopart.cli"]}
+    done = run([sys.executable, *modules[command[0]], *command[1:]])
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
+
+
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "docs/limits.md"])
+def test_links_lead_somewhere(page: str) -> None:
+    folder = (ROOT / page).parent
+    missing = [link for link in LINK.findall((ROOT / page).read_text()) if not (folder / link).exists()]
+    assert not missing

@@ -1,0 +1,133 @@
+"""A rank that fails or is killed ends every process within seconds, and the cause is shown once."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from autopart.runtime.distributed import join
+from tests.launch import Result, free_port, launch
+
+LIMIT = 10.0  # seconds from the failure to the end of every process
+BUSY = 60.0  # seconds that a rank would take if nothing ended it
+
+
+def stamp() -> None:
+    print(f"failing at {time.time()}", flush=True)
+
+
+def body(case: str) -> str:
+    """One rank of three; the others wait in a receive, a collective or plain computing when it happens."""
+    if case == "rank 1":
+        dist.init_process_group("gloo")
+    transport = join()
+    transport.all_reduce(torch.ones(1), (0, 1, 2))
+    culprit = {"rank 0": 0, "rank 1": 1, "kill rank 0": 0, "kill rank 2": 2}.get(case)
+    if transport.rank == culprit:
+        time.sleep(1.2)  # the others are waiting by then
+        stamp()
+        if case.startswith("kill"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        if case == "rank 1":
+            transport.fail(ValueError("the planted fault"))
+        raise ValueError("the planted fault")
+    if case == "early":
+        return leave_early(transport.rank)
+    if transport.rank == (culprit + 1) % 3:
+        transport.recv((4,), torch.float32, culprit)
+    elif case == "rank 1":
+        dist.all_reduce(torch.ones(1))
+    else:
+        time.sleep(BUSY)
+    return "not reached"
+
+
+def leave_early(rank: int) -> str:
+    """Rank 0, which hosts the store, is done at once; the others go on and still talk."""
+    if rank == 0:
+        return "left"
+    time.sleep(2.5)
+    transport = join()
+    if rank == 1:
+        transport.send(torch.ones(3), 2)
+        transport.flush()
+        return "sent"
+    return f"got {int(transport.recv((3,), torch.float32, 1).sum())}"
+
+
+def assert_ended(result: Result, culprit: int) -> None:
+    """Every process ended with an error, in time."""
+    stamps = re.findall(r"failing at ([\d.]+)", result.outputs[culprit])
+    assert len(stamps) == 1, result
+    assert all(code != 0 for code in result.codes), result
+    assert max(result.ended) - float(stamps[0]) < LIMIT, result
+
+
+@pytest.mark.parametrize(("case", "culprit"), [("rank 1", 1), ("rank 0", 0)])
+def test_a_rank_that_raises(case: str, culprit: int) -> None:
+    result = launch(body, 3, [case], timeout=40, check=False)
+    assert_ended(result, culprit)
+    assert "".join(result.outputs).count("ValueError: the planted fault") == 1, result
+    assert "ValueError: the planted fault" in result.outputs[culprit]
+    for rank, output in enumerate(result.outputs):
+        if rank != culprit:
+            assert output.strip() == f"rank {rank} stopped because rank {culprit} failed", result
+
+
+@pytest.mark.parametrize("culprit", [0, 2])
+def test_a_rank_that_is_killed(culprit: int) -> None:
+    result = launch(body, 3, [f"kill rank {culprit}"], timeout=40, check=False)
+    assert_ended(result, culprit)
+    for rank, output in enumerate(result.outputs):
+        if rank != culprit:
+            lines = [line for line in output.splitlines() if line.startswith("rank ")]
+            assert len(lines) == 1 and lines[0].startswith(f"rank {rank} stopped because rank {culprit} was lost"), result
+            assert "Traceback" not in output, result
+
+
+def test_a_rank_that_is_done_early_harms_nobody() -> None:
+    result = launch(body, 3, ["early"], timeout=40)
+    assert result.values == ("left", "sent", "got 3")
+    assert result.ended[0] < min(result.ended[1:]) - 0.5
+    assert not any(result.outputs), result
+
+
+def test_under_torchrun(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import time, torch\n"
+        "from autopart.runtime.distributed import join\n"
+        "transport = join()\n"
+        "transport.barrier()\n"
+        "if transport.rank == 1:\n"
+        "    raise ValueError('the planted fault')\n"
+        "transport.recv((1,), torch.float32, 1)\n"
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}"]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        [*command, str(script)],
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=40)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    assert process.returncode != 0
+    assert output.count("ValueError: the planted fault") == 1, output
+    assert "[rank0]: Traceback" not in output, output

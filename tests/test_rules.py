@@ -1,0 +1,340 @@
+"""Every factor rule is checked by executing its operator on whole and on split tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autopart.ir.graph import Node, Ref, Size, Value
+from autopart.rules.factor import Dims, Product, Rule, bind, common, ratio, slots, times
+from autopart.rules.table import FAMILIES, TABLE, rule
+from tests.rule_cases import CASES, UNEXECUTED, Sizes, aten
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+class RuleError(AssertionError):
+    """A rule that does not describe its operator."""
+
+
+# ---- a call with real tensors as a Node, and back -------------------------------------------------------------------
+
+
+def as_node(case: Sequence[Any]) -> tuple[Node, Tensors, tuple[torch.Tensor | None, ...]]:
+    """The node of a call, the tensors that it reads, by name, and its results."""
+    op, *rest = case
+    args, kwargs = (rest[0], rest[1]) if len(rest) == 2 and isinstance(rest[1], dict) else (tuple(rest), {})
+    tensors: dict[str, torch.Tensor] = {}
+
+    def convert(arg: Any) -> Any:
+        if isinstance(arg, torch.Tensor):
+            name = f"v{len(tensors)}"
+            tensors[name] = arg
+            return Ref(name)
+        return tuple(map(convert, arg)) if isinstance(arg, list | tuple) else arg
+
+    found = op(*args, **kwargs)
+    results = tuple(found) if isinstance(found, list | tuple) else (found,)
+    outs = tuple(value(f"o{i}", x) if isinstance(x, torch.Tensor) else None for i, x in enumerate(results))
+    keywords = tuple((key, convert(arg)) for key, arg in kwargs.items())
+    made = tuple(map(convert, args))
+    return Node(op, made, keywords, outs, not isinstance(found, list | tuple), False, "", ""), tensors, results
+
+
+def value(name: str, tensor: torch.Tensor) -> Value:
+    return Value(name, tuple(tensor.shape), tensor.dtype)
+
+
+def run(node: Node, by_slot: Mapping[str, Any]) -> tuple[torch.Tensor | None, ...]:
+    """Call the node's op with arguments replaced by slot: tensors, sizes and numbers."""
+    given = {path: by_slot[slot] for slot, path, _ in slots(node) if slot in by_slot}
+
+    def resolve(arg: Any, path: tuple[Any, ...]) -> Any:
+        if path in given:
+            return given[path]
+        return [resolve(item, (*path, i)) for i, item in enumerate(arg)] if isinstance(arg, tuple) else arg
+
+    args = [resolve(arg, (i,)) for i, arg in enumerate(node.args)]
+    found = node.op(*args, **{key: resolve(arg, (key,)) for key, arg in node.kwargs})
+    return tuple(found) if isinstance(found, list | tuple) else (found,)
+
+
+# ---- splitting by a factor ------------------------------------------------------------------------------------------
+
+
+def elements(product: Product, sizes: Sequence[int]) -> int:
+    total = 1
+    for factor in product:
+        total *= sizes[factor]
+    return total
+
+
+def unflatten(tensor: torch.Tensor, dims: Dims, sizes: Sequence[int]) -> tuple[torch.Tensor, list[int]]:
+    """The tensor with a dim a factor, and which factor each dim is (-1 for a dim without)."""
+    order = [factor for dim in dims for factor in (dim or (-1,))]
+    flat = [n for dim, size in zip(dims, tensor.shape, strict=True) for n in ([sizes[f] for f in dim] or [size])]
+    if any(elements(dim, sizes) != size for dim, size in zip(dims, tensor.shape, strict=True) if dim):
+        raise RuleError(f"factors {dims} of sizes {sizes} do not make up the shape {tuple(tensor.shape)}")
+    return tensor.reshape(flat), order
+
+
+def piece(tensor: torch.Tensor, dims: Dims, sizes: Sequence[int], factor: int, start: int, length: int) -> torch.Tensor:
+    """The part of a tensor that belongs to some iterations of a factor."""
+    spread, order = unflatten(tensor, dims, sizes)
+    if factor not in order:
+        return tensor
+    part = spread.narrow(order.index(factor), start, length)
+    smaller = [length if i == factor else n for i, n in enumerate(sizes)]
+    shape = [elements(dim, smaller) if dim else n for dim, n in zip(dims, tensor.shape, strict=True)]
+    return part.reshape(shape).contiguous()
+
+
+COMBINE: Mapping[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "sum": torch.add, "max": torch.maximum, "min": torch.minimum, "prod": torch.mul
+}  # fmt: skip
+
+
+def combine(parts: Sequence[torch.Tensor], result: int, found: Rule, factor: int, cuts: Sequence[int]) -> torch.Tensor:
+    """The whole of one result from what the pieces gave."""
+    dims = found.results[result] or ()
+    sizes = [int(f.size) for f in found.factors]
+    if any(factor in dim for dim in dims):
+        spread = [
+            unflatten(p, dims, [n if i == factor else s for i, s in enumerate(sizes)])
+            for p, n in zip(parts, cuts, strict=True)
+        ]
+        joined = torch.cat([part for part, _ in spread], spread[0][1].index(factor))
+        return joined.reshape([elements(dim, sizes) if dim else n for dim, n in zip(dims, parts[0].shape, strict=True)])
+    how = found.factors[factor].reduction
+    if how not in (*COMBINE, "mean"):
+        raise RuleError(f"no way to combine the pieces of factor {factor}: {how}")
+    if not found.contracts(result, factor):
+        return parts[0]
+    if how == "mean":
+        return sum(part * n for part, n in zip(parts, cuts, strict=True)) / sum(cuts)
+    return COMBINE[how](*parts)
+
+
+def check(node: Node, tensors: Tensors, results: Sequence[torch.Tensor | None], found: Rule) -> None:
+    """Raise RuleError unless every factor can be split as the rule says, and every linear set is linear."""
+    call = bind(node, {name: value(name, tensor) for name, tensor in tensors.items()})
+    whole = {operand.slot: tensors[operand.value.name] for operand in call.operands}
+    if set(whole) != {slot for slot, _ in found.operands}:
+        raise RuleError(f"the rule names operands {found.operands}, the call has {sorted(whole)}")
+    sizes = [int(f.size) for f in found.factors]
+    for slot, dims in found.operands:
+        unflatten(whole[slot], dims, sizes)
+    for result, dims in zip(results, found.results, strict=True):
+        if isinstance(result, torch.Tensor) and dims is not None:
+            unflatten(result, dims, sizes)
+    for factor, about in enumerate(found.factors):
+        if about.blocked:
+            continue
+        try:
+            _check_split(node, whole, call.args, results, found, factor)
+        except (RuntimeError, IndexError) as error:
+            raise RuleError(f"{node.op}: the pieces of factor {factor} do not fit: {error}") from error
+    for together in found.linear:
+        _check_linear(node, whole, call.args, results, together)
+
+
+def _check_split(
+    node: Node, whole: Tensors, args: Mapping[str, Any], results: Sequence[Any], found: Rule, factor: int
+) -> None:
+    sizes = [int(f.size) for f in found.factors]
+    first = max(1, sizes[factor] // 3)
+    cuts = [first, sizes[factor] - first]
+    dims = dict(found.operands)
+    outs = []
+    for start, length in zip((0, first), cuts, strict=True):
+        given: dict[str, Any] = {s: piece(t, dims[s], sizes, factor, start, length) for s, t in whole.items()}
+        added = {s: given.get(s, args[s]) for s in found.additive(factor)}
+        given |= {s: part * (length / sum(cuts)) for s, part in added.items()}
+        smaller = [length if i == factor else n for i, n in enumerate(sizes)]
+        given |= {slot: elements(product, smaller) for slot, product in found.sizes}
+        outs.append(run(node, given))
+    for i, (result, place) in enumerate(zip(results, found.results, strict=True)):
+        if isinstance(result, torch.Tensor) and place is not None:
+            made = combine([out[i] for out in outs], i, found, factor, cuts)
+            _agree(f"{node.op}: result {i} split by factor {factor}", made, result)
+
+
+def _check_linear(
+    node: Node, whole: Tensors, args: Mapping[str, Any], results: Sequence[Any], together: frozenset[str]
+) -> None:
+    """Write every member as a sum of two; the results must add up likewise."""
+    generator = torch.Generator().manual_seed(0)
+    one, two = dict(whole), dict(whole)
+    for slot in sorted(together):
+        if slot in whole:
+            part = (torch.rand(whole[slot].shape, generator=generator) * 4).to(whole[slot].dtype)
+            one[slot], two[slot] = part, whole[slot] - part
+        else:
+            one[slot], two[slot] = args[slot] * 0.25, args[slot] * 0.75
+    for i, (a, b, result) in enumerate(zip(run(node, one), run(node, two), results, strict=True)):
+        if isinstance(result, torch.Tensor):
+            _agree(f"{node.op}: result {i} as linear in {sorted(together)}", a + b, result)
+
+
+def _agree(what: str, made: torch.Tensor, wanted: torch.Tensor) -> None:
+    tolerance = 1e-4 if wanted.dtype == torch.float32 else 1e-10
+    if made.shape != wanted.shape or not torch.allclose(
+        made, wanted.to(made.dtype), rtol=tolerance, atol=tolerance, equal_nan=True
+    ):
+        raise RuleError(f"{what}: the pieces do not make up the whole")
+
+
+# ---- the table ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", CASES)
+@settings(max_examples=12, deadline=None, derandomize=True, database=None)
+@given(data=st.data())
+def test_a_rule_describes_what_its_operator_does(name: str, data: st.DataObject) -> None:
+    node, tensors, results = as_node(CASES[name](Sizes(data.draw)))
+    found = rule(node, {key: value(key, tensor) for key, tensor in tensors.items()})
+    assert found is not None
+    check(node, tensors, results, found)
+
+
+def test_every_entry_of_the_table_is_executed() -> None:
+    assert sum(map(len, FAMILIES)) == len(TABLE), "two families claim one operator"
+    assert set(TABLE) - set(CASES) == UNEXECUTED
+
+
+def test_an_operator_without_an_entry_has_no_rule() -> None:
+    node, tensors, _ = as_node((aten.histc.default, torch.rand(4), 3))
+    assert rule(node, {key: value(key, tensor) for key, tensor in tensors.items()}) is None
+
+
+# ---- rules that are wrong on purpose --------------------------------------------------------------------------------
+
+
+def _of(name: str, seed: int = 3) -> tuple[Node, Tensors, tuple[torch.Tensor | None, ...], Rule]:
+    """A call of a case with every size at 3 and every flag set, and its rule."""
+    node, tensors, results = as_node(CASES[name](Sizes(_Fixed(seed))))
+    found = rule(node, {key: value(key, tensor) for key, tensor in tensors.items()})
+    assert found is not None
+    return node, tensors, results, found
+
+
+class _Fixed:
+    """Draws the number nearest to 3 that a strategy allows."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+
+    def __call__(self, strategy: Any) -> int:
+        wrapped = getattr(strategy, "wrapped_strategy", strategy)
+        return max(wrapped.start, min(wrapped.end, self.seed))
+
+
+BLOCKED = """_softmax _log_softmax _softmax_backward_data cumsum cumprod flip roll native_layer_norm sort argmax topk
+native_batch_norm std var logsumexp linalg_vector_norm triu embedding gather scatter.src slice_backward select cat
+native_layer_norm_backward glu max_pool2d_with_indices constant_pad_nd _weight_norm_interface
+_scaled_dot_product_flash_attention_for_cpu arange kthvalue"""
+
+
+@pytest.mark.parametrize("name", BLOCKED.split())
+def test_unblocking_a_factor_is_noticed(name: str) -> None:
+    node, tensors, results, found = _of(name)
+    assert any(factor.blocked for factor in found.factors)
+    free = replace(found, factors=tuple(replace(factor, blocked=False) for factor in found.factors))
+    with pytest.raises(RuleError):
+        check(node, tensors, results, free)
+
+
+@pytest.mark.parametrize(
+    ("name", "claim"),
+    [
+        ("mul", "self other"), ("add", "self"), ("div", "other"), ("mm", "self mat2"), ("addmm", "self"), ("exp", "self"),
+        ("gelu_backward", "self"), ("where.self", "other"), ("native_layer_norm", "input"), ("amax", "self"),
+        ("_softmax_backward_data", "output"), ("add number", "self"), ("convolution", "input"), ("relu", "self"),
+        ("_scaled_dot_product_flash_attention_for_cpu_backward", "query"), ("_to_copy to int", "self"),
+    ],
+)  # fmt: skip
+def test_a_false_claim_of_linearity_is_noticed(name: str, claim: str) -> None:
+    node, tensors, results, found = _of(name)
+    with pytest.raises(RuleError):
+        check(node, tensors, results, replace(found, linear=(frozenset(claim.split()),)))
+
+
+def test_a_wrong_reduction_is_noticed() -> None:
+    node, tensors, results, found = _of("amax")
+    wrong = replace(found, factors=tuple(replace(factor, reduction="sum") for factor in found.factors))
+    with pytest.raises(RuleError, match="do not make up the whole"):
+        check(node, tensors, results, wrong)
+
+
+def test_a_swapped_dim_is_noticed() -> None:
+    node, tensors, results, found = _of("mm")
+    (left, (m, k)), right = found.operands
+    with pytest.raises(RuleError):
+        check(node, tensors, results, replace(found, operands=((left, (k, m)), right)))
+
+
+def test_an_added_operand_must_take_its_share() -> None:
+    """Without linear sets nothing says that the bias is part of the sum, and the pieces add it twice."""
+    node, tensors, results, found = _of("addmm")
+    with pytest.raises(RuleError, match="split by factor"):
+        check(node, tensors, results, replace(found, linear=()))
+
+
+# ---- sizes that move with the batch ---------------------------------------------------------------------------------
+
+
+def view_rule(source: tuple[Any, ...], target: tuple[Any, ...]) -> Rule:
+    out = Value("y", target, torch.float64)
+    node = Node(aten.view.default, (Ref("x"), target), (), (out,), True, False, "", "")
+    found = rule(node, {"x": Value("x", source, torch.float64)})
+    assert found is not None
+    return found
+
+
+def test_views_follow_the_batch_through_merged_dims() -> None:
+    merged = view_rule((5, Size(1), 8), (Size(5), 8))
+    assert merged.results == (((0, 1), (2,)),) and merged.factors[1].size == Size(1)
+    parted = view_rule((Size(5), 8), (Size(1), 5, 2, 4))
+    assert dict(parted.operands)["self"] == ((0, 1), (2, 3))
+    mixed = view_rule((8, Size(1)), (Size(4), 2))
+    assert [factor.size for factor in mixed.factors if not factor.blocked] == [4]
+
+
+def test_arithmetic_of_sizes() -> None:
+    assert times(Size(2, 1), 3) == Size(6, 3)
+    assert times(Size(1), Size(1)) is None
+    assert ratio(Size(6, 3), 3) == Size(2, 1)
+    assert ratio(Size(6), Size(2)) == 3
+    assert ratio(Size(6, 1), Size(2)) is None and ratio(6, 4) is None and ratio(4, Size(1)) is None
+    assert (
+        common(6, 4) == 2
+        and common(Size(6), 4) == 2
+        and common(Size(6), 3) == 3
+        and common(Size(6), Size(2)) == Size(2)
+    )
+
+
+# ---- kernels of other devices: shapes only --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kernel", ["flash", "efficient", "cudnn"])
+def test_attention_kernels_of_other_devices_have_shapes_that_their_rules_fit(kernel: str) -> None:
+    op = getattr(aten, f"_scaled_dot_product_{kernel}_attention").default
+    query, key = torch.empty(2, 4, 6, 8, device="meta"), torch.empty(2, 4, 5, 8, device="meta")
+    more = () if kernel == "flash" else (torch.empty(2, 4, 6, 5, device="meta"), True)
+    node, tensors, results = as_node((op, query, key, key, *more))
+    found = rule(node, {name: value(name, tensor) for name, tensor in tensors.items()})
+    assert found is not None
+    sizes = [int(factor.size) for factor in found.factors]
+    for result, dims in zip(results, found.results, strict=True):
+        if isinstance(result, torch.Tensor) and dims is not None:
+            unflatten(result, dims, sizes)
+    (batch,), (head,) = dict(found.operands)["query"][:2]
+    assert not found.factors[batch].blocked and not found.factors[head].blocked
+    assert all(dims[:2] == ((batch,), (head,)) for dims in found.results[:2] if dims is not None)

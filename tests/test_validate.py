@@ -1,0 +1,89 @@
+"""Valid schedules pass; every planted fault is refused, with the table and the fault in brackets."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from autopart.ir.action import Action, Kind, Schedule
+from autopart.schedules import build, read, validate
+from tests.schedule_strategies import schedules
+
+TEXT = str(build("1f1b", ranks=3, microbatches=4))
+
+
+@given(schedules())
+def test_every_terminating_order_passes(schedule):
+    validate(schedule)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("1B2,", "", "rank 1: 1B2 is missing"),
+        ("2F3,", "", "rank 2: 2F3 is missing"),
+        ("0F3,", "0F3,0F3,", "rank 0, step 5: 0F3 is there twice"),
+        ("2B3", "2B3,0F9", "rank 2, step 8: 0F9 names microbatch 9, but microbatches are 0 to 3"),
+        ("2B3", "2B3,3F0", "rank 2, step 8: 3F0 names stage 3, but stages are 0 to 2"),
+        ("2B3", "2B3,0F0", "rank 2, step 8: 0F0 is misplaced: stage 0 belongs to rank 0"),
+        ("2F0,2B0", "2B0,2F0", "rank 2, step 0: 2B0 comes before 2F0, which it needs"),
+        ("1B3", "1I3", "rank 1: 1W3 is missing"),
+        ("1B3", "1W3,1I3", "rank 1, step 7: 1W3 comes before 1I3, which it needs"),
+        ("1B3", "1B3,1W3", "rank 1: both 1B3 and 1W3"),
+        ("2B3", "2B3s1", "rank 2, step 7: 2B3s1 is not one of F, B, I and W of a whole microbatch"),
+        ("2B3", "2B3,2SEND3>1", "rank 2, step 8: 2SEND3>1 is not one of F, B, I and W"),
+    ],
+)
+def test_planted_faults(old, new, message):
+    assert old in TEXT
+    faulty = replace(read(TEXT.replace(old, new, 1)), place=(0, 1, 2), microbatches=4)
+    with pytest.raises(ValueError) as caught:
+        validate(faulty)
+    assert message in str(caught.value)
+    lines = str(caught.value).splitlines()
+    assert [line.split()[:2] for line in lines[2:]] == [["rank", "0"], ["rank", "1"], ["rank", "2"]]
+    assert "[" in "".join(lines[2:])
+
+
+def test_a_table_that_never_ends_shows_where_each_rank_waits():
+    with pytest.raises(ValueError) as caught:
+        validate(read("0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0"))
+    assert str(caught.value).splitlines() == [
+        "schedule 'custom': the table never ends: rank 0 waits at 0B0 for 1B0; rank 1 waits at 1F1 for 0F1",
+        "step    0      1      2    3",
+        "rank 0  0F0    [0B0]  0F1  0B1",
+        "rank 1  [1F1]  1B1    1F0  1B0",
+    ]
+
+
+def test_a_missing_action_is_shown_where_it_belongs():
+    with pytest.raises(ValueError) as caught:
+        validate(read("0F0,0F1,0F2,0B0,0B2\n1F0,1B0,1F1,1B1,1F2,1B2"))
+    assert str(caught.value).splitlines()[2] == "rank 0  0F0  0F1  0F2  0B0  [no 0B1]  0B2"
+
+
+@pytest.mark.parametrize(
+    ("place", "microbatches", "message"),
+    [
+        ((0, 2), 1, "stage 1 is on rank 2, but ranks are 0 to 1"),
+        ((0, 0), 1, "rank 1 holds no stage"),
+        ((0, 1), 0, "microbatches must be at least 1, not 0"),
+    ],
+)
+def test_bad_placement(place, microbatches, message):
+    rows = tuple((Action(Kind.F, s, 0), Action(Kind.B, s, 0)) for s in range(2))
+    with pytest.raises(ValueError, match=message):
+        validate(Schedule("bad", microbatches, place, rows))
+
+
+@given(schedules(), st.data())
+def test_no_action_can_be_dropped_or_doubled(schedule, data):
+    rank, step = data.draw(
+        st.sampled_from([(rank, step) for rank, row in enumerate(schedule.table) for step in range(len(row))])
+    )
+    row = schedule.table[rank]
+    assume(row[step].kind is Kind.F or len(list(schedule.actions())) > 2)  # an F alone is a forward-only schedule
+    for changed in ((*row[:step], *row[step + 1 :]), (*row, row[step])):
+        with pytest.raises(ValueError):
+            validate(replace(schedule, table=(*schedule.table[:rank], changed, *schedule.table[rank + 1 :])))
