@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,7 +17,8 @@ from autopart.errors import CaptureError
 class Call:
     """A call flattened: `leaves` in pytree order with a `path` each (``args[0]``, ``kwargs['mask']``), None for non-tensors.
 
-    `dims` has the batch dim of each leaf, None where it is not split.
+    `dims` has the batch dim of each leaf, None where it is not split; `labels` what a person calls each leaf (``ids``,
+    ``mask_a``), from the signature of `forward`.
     """
 
     leaves: tuple[Any, ...]
@@ -24,6 +26,7 @@ class Call:
     spec: Any
     dims: tuple[int | None, ...]
     batch: int
+    labels: tuple[str, ...]
 
     @property
     def tensors(self) -> tuple[tuple[str, torch.Tensor], ...]:
@@ -36,7 +39,7 @@ class Call:
             _resize(leaf, dim, self.batch, batch) if isinstance(leaf, torch.Tensor) else leaf
             for leaf, dim in zip(self.leaves, self.dims, strict=True)
         )
-        return Call(leaves, self.paths, self.spec, self.dims, batch)
+        return replace(self, leaves=leaves, batch=batch)
 
     def unflatten(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The call's args and kwargs."""
@@ -73,7 +76,7 @@ def read_call(args: tuple[Any, ...], kwargs: Mapping[str, Any], batch: Mapping[s
                 f"batch: {path} has {leaf.shape[dim]} samples along dim {dim}, but the batch has {size}; "
                 f"name the batch dim of every input whose batch is elsewhere, for example batch={{'{path}': None}}"
             )
-    return Call(leaves, paths, spec, dims, size)
+    return Call(leaves, paths, spec, dims, size, tuple(_label(path, names) for path in paths))
 
 
 def _named_dims(paths: tuple[str, ...], batch: dict[str, int | None], names: tuple[str, ...]) -> dict[str, int | None]:
@@ -116,6 +119,16 @@ def _leaf_key(leaf: Any, dim: int | None) -> Any:
     except TypeError:
         return type(leaf), id(leaf)
     return type(leaf), leaf
+
+
+def _label(path: str, names: tuple[str, ...]) -> str:
+    """``args[0]`` by the name of forward's first parameter, ``kwargs['mask']['a']`` as ``mask_a``."""
+    parts = re.findall(r"\w+", path)
+    if parts[0] == "args" and int(parts[1]) < len(names):
+        parts[1] = names[int(parts[1])]
+    elif parts[0] == "args":
+        parts[1] = "target" if int(parts[1]) == len(names) else f"argument{parts[1]}"
+    return "_".join(parts[1:])
 
 
 def _path(keys: tuple[Any, ...]) -> str:

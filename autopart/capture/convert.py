@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import operator
+import os
+import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,7 +16,7 @@ from autopart.capture.call import Call
 from autopart.capture.trace import Names, Trace, is_user_file
 from autopart.errors import CaptureError
 from autopart.ir.captured import Captured, Constant, dead_code_eliminated
-from autopart.ir.graph import Arg, Dim, Input, Node, Output, Ref, Size, Value
+from autopart.ir.graph import Arg, Dim, Input, Node, Output, Ref, Size, Value, rename
 
 _ALIASES = ("aten.detach.default", "aten.alias.default", "aten.lift_fresh_copy.default", "aten.lift_fresh.default")
 """Ops that hand their input on: without autograd and without in-place ops they are the value itself."""
@@ -49,7 +52,40 @@ def convert(small: Trace, large: Trace, call: Call, names: Names) -> Captured:
         tied=names.tied,
         constants=merge.constants(),
     )
-    return dead_code_eliminated(captured)
+    return _renamed(dead_code_eliminated(captured), call)
+
+
+def _renamed(captured: Captured, call: Call) -> Captured:
+    """Inputs and outputs under names that a person would give: a parameter's path, the argument's name, ``loss``."""
+    taken: set[str] = {name for node in captured.nodes for name in node.names()}
+    names: dict[str, str] = {}
+    labels = dict(zip(call.paths, call.labels, strict=True))
+    for item in captured.inputs:
+        wish = re.sub(r"\W+", "_", labels.get(item.target, "tangent" if item.kind == "tangent" else item.target))
+        wish = wish.strip("_") if not wish.strip("_")[:1].isdigit() else f"p{wish}"
+        while wish in taken:
+            wish += "_"
+        taken.add(wish)
+        names[item.value.name] = wish
+    for out in captured.outputs:
+        if out.kind in ("loss", "output") and out.name not in names:
+            wish = "loss" if out.kind == "loss" else f"output_{out.target}"
+            names[out.name] = wish if wish not in taken else f"{wish}_"
+    inputs = tuple(
+        replace(item, value=replace(item.value, name=names[item.value.name])) for item in captured.inputs
+    )
+    nodes = tuple(
+        replace(
+            node,
+            args=rename(node.args, names),
+            kwargs=tuple((key, rename(arg, names)) for key, arg in node.kwargs),
+            outs=tuple(o if o is None else replace(o, name=names.get(o.name, o.name)) for o in node.outs),
+        )
+        for node in captured.nodes
+    )
+    outputs = tuple(replace(out, name=names.get(out.name, out.name)) for out in captured.outputs)
+    result = tuple(names.get(item, item) if isinstance(item, str) else item for item in captured.result)
+    return replace(captured, inputs=inputs, nodes=nodes, outputs=outputs, result=result)
 
 
 class _Merge:
@@ -246,9 +282,6 @@ def module_path(node: torch.fx.Node) -> str:
 
 def source(node: torch.fx.Node) -> str:
     """``file.py:12  code`` of the user's innermost frame, "" when unknown."""
-    import os
-    import re
-
     trace = node.meta.get("stack_trace") or ""
     frames = re.findall(r'File "([^"]+)", line (\d+), in [^\n]*\n\s*([^\n]*)', trace)
     user = [frame for frame in frames if is_user_file(frame[0])]

@@ -33,11 +33,12 @@ def build(captured: Captured, names: list[str], home: Mapping[str, int]) -> Segm
     flows = _flows(captured, names, home)
     values = {value.name: value for value in captured.values()}
     targets = {item.target: item.value.name for item in captured.of_kind("parameter")}
+    inputs = {item.value.name for item in captured.of_kind("input")}
     bodies: list[Body] = []
     numbers: dict[object, int] = {}
     segments = []
     for flow in flows:
-        body = _localised(flow, values, targets)
+        body = _localised(flow, values, targets, inputs)
         number = numbers.setdefault(_key(body), len(bodies))
         if number == len(bodies):
             bodies.append(body)
@@ -112,7 +113,7 @@ def _outside(nodes: Iterable[Node]) -> list[str]:
     return list(found)
 
 
-def _localised(flow: _Flow, values: Mapping[str, Value], targets: Mapping[str, str]) -> Body:
+def _localised(flow: _Flow, values: Mapping[str, Value], targets: Mapping[str, str], inputs: set[str]) -> Body:
     """The segment's functions under local names: parameters by their path in the segment, results by their operator."""
     segment, local, taken = flow.segment, _Local(values), flow.saved
     prefix = segment.name.split("@")[0] + "."
@@ -120,8 +121,9 @@ def _localised(flow: _Flow, values: Mapping[str, Value], targets: Mapping[str, s
         local.add(targets[target], target.removeprefix(prefix))
     for name in dict.fromkeys((*segment.forward_fixed, *segment.backward_fixed)):
         local.add(name, name)
+    given = {name for name in segment.values if name in inputs}
     for name in segment.values:
-        local.add(name, "x")
+        local.add(name, name if name in given else "x")
     parameters = [targets[t] for t in segment.forward_parameters]
     forward = local.function((*segment.values, *segment.forward_fixed, *parameters), flow.forward, segment.outputs)
     saved = tuple(local.names[name] for name in taken)
@@ -160,7 +162,7 @@ class _Local:
         formals = tuple(self.value(name) for name in inputs)
         made = []
         for node in nodes:
-            short = node.opname.split(".")[1].strip("_")
+            short = _short(node.opname)
             for out in node.outs:
                 if out is not None:
                     self.add(out.name, short)
@@ -173,6 +175,12 @@ class _Local:
                 )
             )
         return Function(formals, tuple(made), tuple(self.names[name] for name in outputs))
+
+
+def _short(opname: str) -> str:
+    """A result's name after its operator: ``layer_norm`` for ``aten.native_layer_norm.default``."""
+    name = opname.split(".")[1].strip("_").removeprefix("native_")
+    return "attention" + "_backward" * name.endswith("backward") if "attention" in name else name
 
 
 def _key(body: Body) -> object:

@@ -1,0 +1,331 @@
+"""How the results of one node depend on the batch, given how its operands do. `judge` asks this of every node.
+
+The batch is one factor of the node's factor rule: carried into a result it splits that result, contracted it leaves a sum
+of which each microbatch has a part, and a sum passes through the operands in which the operator is linear.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NoReturn
+
+import torch
+
+from autopart.errors import CaptureError
+from autopart.ir.graph import Arg, Dim, Node, Ref, Size, Value
+from autopart.rules.factor import ArgPath, Call, Dims, Factor, Rule, bind, is_batch, slots
+from autopart.rules.table import family
+
+
+@dataclass(frozen=True, slots=True)
+class Replicated:
+    """The same on every microbatch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """The dim `dim` holds the batch, as the inner part of ``outer x batch x rest`` where a view merged dims."""
+
+    dim: int
+    outer: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Partial:
+    """The sum over the microbatches is the true value."""
+
+
+BatchPlacement = Replicated | Split | Partial
+
+
+@dataclass(frozen=True, slots=True)
+class Fact:
+    """What is known of a value.
+
+    `free`: no parameter, tangent or random number enters it; `zero`: it is all zero; `uniform`: all its samples are alike;
+    `counts`: it numbers this many rows of the batch from 0, so it may only pick each sample's own row.
+    """
+
+    place: BatchPlacement
+    free: bool
+    zero: bool = False
+    uniform: bool = False
+    counts: Dim | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Dependence:
+    """What is known of a node's results, by name, and the paths of its arguments that must take the microbatch's share."""
+
+    facts: Mapping[str, Fact]
+    shares: tuple[ArgPath, ...] = ()
+
+
+class NeededWhole(Exception):
+    """Values that must be known over the whole batch before the node can be judged."""
+
+    def __init__(self, names: frozenset[str]) -> None:
+        super().__init__(names)
+        self.names = names
+
+
+ADVICE = (
+    'Pass semantics="accumulate" to train microbatch by microbatch, as gradient accumulation does, '
+    "or name the inputs that hold no samples, batch={name: None}"
+)
+
+
+def depend(node: Node, values: Mapping[str, Value], known: Mapping[str, Fact]) -> Dependence:
+    """The dependence of a node's results.
+
+    Raises NeededWhole for sums that no parameter enters and that are used as more than a sum, and CaptureError for any
+    other coupling of the samples, or an operator without a rule.
+    """
+    reads = [known[name] for name in node.refs()]
+    free = all(fact.free for fact in reads) and not is_random(node)
+    outs = [out for out in node.outs if out is not None]
+    if any(not isinstance(fact.place, Replicated) for fact in reads) or any(map(batch_dims, outs)):
+        return _Step(node, values, known, free).dependence()
+    zero = makes_zero(node) or (any(fact.zero for fact in reads) and _Step(node, values, known, free).zero())
+    return Dependence({out.name: Fact(Replicated(), free, zero) for out in outs})
+
+
+class _Step:
+    """One node with its rule and the facts of its operands, by slot."""
+
+    def __init__(self, node: Node, values: Mapping[str, Value], known: Mapping[str, Fact], free: bool) -> None:
+        rule_family = family(node.op)
+        if rule_family is None:
+            refuse(node, "has no factor rule, so how its result depends on the batch is unknown")
+        self.node, self.free = node, free
+        self.name = node.op.overloadpacket.__name__
+        self.call: Call = bind(node, values)
+        self.rule: Rule = rule_family(self.call)
+        self.facts = {operand.slot: known[operand.value.name] for operand in self.call.operands}
+        self.outs = [(i, out) for i, out in enumerate(node.outs) if out is not None]
+
+    def dependence(self) -> Dependence:
+        """Place the results, and say which operands take a share."""
+        picked = self._picked_rows()
+        counted = self._counted()
+        batch = None if counted is not None and self.name == "arange" else self._batch(picked)
+        partial = frozenset(slot for slot, fact in self.facts.items() if isinstance(fact.place, Partial))
+        pending = partial - self.rule.shape_only
+        places, sums = self._places(batch, pending, picked)
+        zero, uniform = self.zero(), self._uniform()
+        facts = {
+            out.name: Fact(place, self.free, zero, uniform and isinstance(place, Split), counted)
+            for (_, out), place in zip(self.outs, places, strict=True)
+        }
+        return Dependence(facts, self._shares(sums, pending))
+
+    def zero(self) -> bool:
+        """Whether the results are zero: made so, or linear in operands that are all zero."""
+        return makes_zero(self.node) or any(all(map(self._is_zero, together)) for together in self.rule.linear)
+
+    def _is_zero(self, slot: str) -> bool:
+        return self.facts[slot].zero if slot in self.facts else _is_number_zero(self.call.args[slot])
+
+    def _uniform(self) -> bool:
+        split = [fact for fact in self.facts.values() if isinstance(fact.place, Split)]
+        return all(fact.uniform for fact in split) and self.name != "arange" and not is_random(self.node)
+
+    # ---- the batch factor --------------------------------------------------------------------------------------------
+
+    def _batch(self, picked: bool) -> tuple[int, int] | None:
+        """The factor that is the batch, with the number of elements outside of the batch within it."""
+        exact: set[tuple[int, int]] = set()
+        alike: set[tuple[int, int]] = set()
+        dims = dict(self.rule.operands)
+        for slot, fact in self.facts.items():
+            if not isinstance(fact.place, Split) or (picked and slot == "self"):
+                continue
+            found = _locate(dims[slot], self.rule.factors, fact)
+            if slot in self.rule.shape_only and (found is None or self.rule.factors[found[0]].blocked):
+                continue  # the dims of the result do not come from this one
+            if found is None:
+                self._couple("it regroups the batch with another dim")
+            (alike if fact.uniform else exact).add(found)
+        if not exact and not alike:
+            made = (dim for result, _ in self.outs for dim in self.rule.results[result] or ())
+            alike = {(factor, 1) for dim in made for factor in dim if is_batch(self.rule.factors[factor].size)}
+        if len({factor for factor, _ in exact | alike}) > 1 or len(exact) > 1:
+            self._couple("it relates the samples to each other")
+        if not exact and not alike:
+            return None
+        batch = next(iter(exact or alike))
+        if self.rule.factors[batch[0]].blocked and not picked:
+            self._couple(_REASONS.get(self.name, "it needs the whole of the batch dim at once"))
+        return batch
+
+    def _places(
+        self, batch: tuple[int, int] | None, pending: frozenset[str], picked: bool
+    ) -> tuple[list[BatchPlacement], frozenset[str]]:
+        """The placements of the results, and the slots that are summed into them."""
+        count = len(self.outs)
+        if batch is None:
+            if self.name == "arange":
+                return [Split(0)] * count, frozenset()
+            return ([Partial()] * count, self._linear(pending)) if pending else ([Replicated()] * count, frozenset())
+        if picked and "index_put" in self.name:
+            places: list[BatchPlacement] = [self.facts["self"].place]
+        else:
+            places = [self._place(i, out, batch) for i, out in self.outs]
+        summed = all(isinstance(place, Partial) for place in places)
+        sums = self.rule.additive(batch[0]) if summed else frozenset()
+        if pending - sums:
+            self._need_whole([pending - sums])
+        return places, sums
+
+    def _place(self, result: int, out: Value, batch: tuple[int, int]) -> BatchPlacement:
+        """The placement of one result, checked against the dims of its shape that move with the batch."""
+        factor, within = batch
+        place: BatchPlacement = Replicated()
+        for i, dim in enumerate(self.rule.results[result] or ()):
+            if factor in dim:
+                place = Split(i, within * _elements(dim[: dim.index(factor)], self.rule.factors))
+        if self.rule.contracts(result, factor):
+            how = self.rule.factors[factor].reduction
+            if how != "sum":
+                self._couple(f"it takes the {how} over the batch")
+            place = Partial()
+        moving = batch_dims(out)
+        if moving != ((place.dim,) if isinstance(place, Split) else ()):
+            self._couple(f"dims {list(moving)} of its result move with the batch, where one alone may")
+        size = out.shape[moving[0]] if moving else 0
+        if isinstance(size, Size) and size.constant:
+            self._couple(f"its result has {size.text('batch')} rows, not the same number for every sample")
+        return place
+
+    # ---- sums --------------------------------------------------------------------------------------------------------
+
+    def _linear(self, pending: frozenset[str]) -> frozenset[str]:
+        """The smallest linear set that has all the pending sums; without one, those sums are needed whole."""
+        fitting = [together for together in self.rule.linear if pending <= together]
+        if fitting:
+            return min(fitting, key=len)
+        self._need_whole([pending - together for together in self.rule.linear] or [pending])
+
+    def _need_whole(self, choices: Sequence[frozenset[str]]) -> NoReturn:
+        """Ask for the first choice of pending sums that no parameter enters; refuse if there is none."""
+        for choice in choices:
+            if all(self.facts[slot].free for slot in choice):
+                raise NeededWhole(frozenset(o.value.name for o in self.call.operands if o.slot in choice))
+        names = ", ".join(sorted(choices[0]))
+        refuse(self.node, f"couples the samples of a batch: it makes more than a sum of {names}, a sum over the batch")
+
+    def _shares(self, sums: frozenset[str], pending: frozenset[str]) -> tuple[ArgPath, ...]:
+        """The paths of operands that are equal on all microbatches and are added to a sum."""
+        needed = {slot for slot in sums - pending if not self._is_zero(slot)}
+        if needed and any(o.slot in sums and not _has_fractions(o.value) for o in self.call.operands):
+            self._need_whole([pending])  # a whole number has no share
+        return tuple(path for slot, path, _ in slots(self.node) if slot in needed)
+
+    def _couple(self, why: str) -> NoReturn:
+        """Ask for the results whole if no parameter enters them and they have no dim that is the batch; else refuse."""
+        if self.free and self.outs and not any(batch_dims(out) for _, out in self.outs):
+            raise NeededWhole(frozenset(out.name for _, out in self.outs))
+        refuse(self.node, f"couples the samples of a batch: {why}")
+
+    # ---- numbers of samples ------------------------------------------------------------------------------------------
+
+    def _counted(self) -> Dim | None:
+        """How many rows the result numbers: ``arange(batch)``, seen through views of it."""
+        if self.name == "arange":
+            end, start, step = (self.call.args.get(name, default) for name, default in _RANGE)
+            return end if start == 0 and step == 1 and isinstance(end, Size) and end.constant == 0 else None
+        counts = [fact.counts for fact in self.facts.values() if fact.counts is not None]
+        return counts[0] if counts and self.name in _VIEWS else None
+
+    def _picked_rows(self) -> bool:
+        """Whether this is ``x[arange(batch), ...]``, which picks each sample's own row, in a microbatch as in the whole.
+
+        Refuses any other use of a sample's number, which is not the same in a microbatch.
+        """
+        counting = {slot: fact.counts for slot, fact in self.facts.items() if fact.counts is not None}
+        if not counting or self.name in _VIEWS:
+            return False
+        place = self.facts["self"].place if "self" in self.facts else None
+        if self.name in _INDEXED and isinstance(place, Split) and place.outer == 1:
+            rows = self.call.shape("self")[place.dim]
+            if counting == {f"indices.{place.dim}": rows}:
+                return True
+        self._couple(_REASONS["arange"])
+
+
+_VIEWS = frozenset("unsqueeze squeeze view _unsafe_view expand permute transpose clone alias detach".split(" "))
+_INDEXED = frozenset({"index", "_unsafe_index", "index_put", "_unsafe_index_put"})
+_RANGE = (("end", 0), ("start", 0), ("step", 1))
+_NUMBERS = "it uses the numbers of the samples, and a microbatch does not know where in the batch it is"
+_STATISTICS = "it normalises by the statistics of the whole batch"
+_REASONS: Mapping[str, str] = {
+    "arange": _NUMBERS,
+    "linspace": _NUMBERS,
+    "native_batch_norm": _STATISTICS,
+    "_native_batch_norm_legit": _STATISTICS,
+    "_native_batch_norm_legit_functional": _STATISTICS,
+}
+
+
+def refuse(node: Node, what: str) -> NoReturn:
+    """Raise CaptureError about a node, naming its operator, module and source line."""
+    module = f" in module {node.module!r}" if node.module else ""
+    source = f"\n  {node.source}" if node.source else ""
+    raise CaptureError(f"{node.opname}{module} {what}.{source}\n{ADVICE}")
+
+
+def batch_dims(value: Value) -> tuple[int, ...]:
+    """The dims of a value that move with the batch."""
+    return tuple(i for i, size in enumerate(value.shape) if is_batch(size))
+
+
+def is_random(node: Node) -> bool:
+    """Whether a node draws random numbers."""
+    return torch.Tag.nondeterministic_seeded in node.op.tags
+
+
+_ZEROS = frozenset({"zeros", "zeros_like", "new_zeros"})
+_FILL: Mapping[str, str] = {
+    "full": "fill_value", "full_like": "fill_value", "new_full": "fill_value", "fill": "value", "scalar_tensor": "s"
+}  # fmt: skip
+
+
+def makes_zero(node: Node) -> bool:
+    """Whether a node makes a tensor of zeros."""
+    name = node.op.overloadpacket.__name__
+    if name in _ZEROS:
+        return True
+    given = [arg for slot, _, arg in slots(node) if slot == _FILL.get(name)]
+    return bool(given) and _is_number_zero(given[0])
+
+
+def _is_number_zero(arg: Arg) -> bool:
+    return not isinstance(arg, Size | Ref) and arg == 0
+
+
+def _has_fractions(value: Value) -> bool:
+    return value.dtype.is_floating_point or value.dtype.is_complex
+
+
+def _locate(dims: Dims, factors: Sequence[Factor], fact: Fact) -> tuple[int, int] | None:
+    """The factor of a split operand that is the batch, and how many elements are outside of the batch within it."""
+    assert isinstance(fact.place, Split)
+    dim = dims[fact.place.dim]
+    for i, factor in enumerate(dim):
+        size = factors[factor].size
+        if isinstance(size, Size) and is_batch(size):
+            before = _elements(dim[:i], factors)
+            within = 1 if fact.uniform else fact.place.outer // before
+            exact = fact.uniform or (within > 0 and within * before == fact.place.outer)
+            return (factor, within) if exact and size.per_sample % within == 0 else None
+    return None
+
+
+def _elements(product: Sequence[int], factors: Sequence[Factor]) -> int:
+    total = 1
+    for factor in product:
+        size = factors[factor].size
+        assert isinstance(size, int)  # a dim has one batch, and what is outside of it is a number
+        total *= size
+    return total
