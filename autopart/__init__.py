@@ -1,1 +1,28 @@
-"""autopart: a compiler that places a PyTorch training step on many devices."""
+"""autopart: a compiler that places a PyTorch training step on many devices, and shows the program each rank runs."""
+
+from autopart import schedules, testing
+from autopart.api import compile, parallelize, plan
+from autopart.cluster import Cluster
+from autopart.errors import AutopartError, CaptureError, PlanInfeasible, RankFailure, VerificationError
+from autopart.ir.placement import Placement
+from autopart.ir.plan import Plan
+from autopart.ir.program import Program
+from autopart.passes.verify import verify
+
+__all__ = [
+    "AutopartError",
+    "CaptureError",
+    "Cluster",
+    "Placement",
+    "Plan",
+    "PlanInfeasible",
+    "Program",
+    "RankFailure",
+    "VerificationError",
+    "compile",
+    "parallelize",
+    "plan",
+    "schedules",
+    "testing",
+    "verify",
+]

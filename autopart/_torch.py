@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -84,3 +85,21 @@ def exporting() -> Iterator[None]:
     finally:
         for name, value in before.items():
             setattr(torch.compiler, name, value)
+
+
+def intercept_norms(clip: Callable[..., Any], norm: Callable[..., Any]) -> None:
+    """Make ``clip_grad_norm_`` and ``get_total_norm`` call ``clip(original, ...)`` and ``norm(original, ...)``; once.
+
+    Both are wrappers around a function in a closure cell. The cell is what changes, so that a name imported from torch long
+    ago sees it too.
+    """
+    for public, handler in ((torch.nn.utils.clip_grad_norm_, clip), (torch.nn.utils.get_total_norm, norm)):
+        cell = next(c for c in public.__closure__ or () if callable(c.cell_contents))
+        if not hasattr(cell.cell_contents, "autopart_original"):
+            replacement = functools.partial(handler, cell.cell_contents)
+            replacement.autopart_original = cell.cell_contents  # type: ignore[attr-defined]
+            cell.cell_contents = replacement
+
+
+IncompatibleKeys = torch.nn.modules.module._IncompatibleKeys
+"""What ``load_state_dict`` returns: the missing and the unexpected keys."""

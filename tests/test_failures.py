@@ -90,7 +90,8 @@ def test_a_rank_that_is_killed(culprit: int) -> None:
     for rank, output in enumerate(result.outputs):
         if rank != culprit:
             lines = [line for line in output.splitlines() if line.startswith("rank ")]
-            assert len(lines) == 1 and lines[0].startswith(f"rank {rank} stopped because rank {culprit} was lost"), result
+            assert len(lines) == 1, result
+            assert lines[0].startswith(f"rank {rank} stopped because rank {culprit} was lost"), result
             assert "Traceback" not in output, result
 
 
@@ -99,6 +100,27 @@ def test_a_rank_that_is_done_early_harms_nobody() -> None:
     assert result.values == ("left", "sent", "got 3")
     assert result.ended[0] < min(result.ended[1:]) - 0.5
     assert not any(result.outputs), result
+
+
+def test_launch_leaves_no_process_behind(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, subprocess, time\n"
+        "child = subprocess.Popen(['sleep', '60'])\n"
+        "print(os.getpid(), child.pid, flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    with pytest.raises(TimeoutError, match=r"still running after 1.0 s") as caught:
+        launch(script, 2, timeout=1.0)
+    started = [int(number) for line in re.findall(r"^\d+ \d+$", str(caught.value), re.M) for number in line.split()]
+    assert len(started) == 4
+    assert not any(is_running(process) for process in started)
+
+
+def is_running(process: int) -> bool:
+    """Whether a process exists and is not merely waiting to be reaped."""
+    state = subprocess.run(["ps", "-o", "stat=", "-p", str(process)], capture_output=True, text=True).stdout.strip()
+    return bool(state) and not state.startswith("Z")
 
 
 def test_under_torchrun(tmp_path: Path) -> None:

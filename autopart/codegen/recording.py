@@ -1,112 +1,206 @@
-"""A world that records: run a rank's text on shapes alone, and see every action that it would perform.
+"""A world that records: run a rank's text on shapes alone, and see everything that it would do.
 
-Bodies are called once a distinct set of shapes, on fake tensors; everything else about the text is executed as it stands.
+Bodies are called once a distinct set of shapes, on tensors without data; everything else about the text is executed as it
+stands. Shapes remember the microbatch that they belong to, so a value that reaches another microbatch's work is refused where
+that happens.
 """
 
 from __future__ import annotations
 
 import ast
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import CodeType
 from typing import Any
 
 import torch
 
 from autopart import _torch
 from autopart.ir.action import Action, Kind
-from autopart.ir.state import State
+from autopart.ir.mesh import pieces
+from autopart.ir.state import State, Unit
 
 Shape = tuple[int, ...]
+
+META = torch.device("meta")
 
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """A tensor's shape and dtype, standing for it."""
+    """A tensor's shape and dtype, standing for it; `microbatch` is the one it belongs to, None for what all share."""
 
     shape: Shape
     dtype: torch.dtype
+    microbatch: int | None = field(default=None, compare=False)
+
+
+class Samples(int):
+    """The number of samples of a microbatch, and whatever is computed from it."""
+
+    microbatch: int
+
+    def __new__(cls, number: int, microbatch: int) -> Samples:
+        made = super().__new__(cls, number)
+        made.microbatch = microbatch
+        return made
+
+    def __mul__(self, other: int) -> Samples:
+        return Samples(int(self) * other, self.microbatch)
+
+    def __add__(self, other: int) -> Samples:
+        return Samples(int(self) + other, self.microbatch)
+
+    def __sub__(self, other: int) -> Samples:
+        return Samples(int(self) - other, self.microbatch)
+
+    __rmul__, __radd__ = __mul__, __add__
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """An action with what it moves: `what` is the shapes sent or expected; `axis` and `stages` say who takes part."""
+    """One call of the world by a text.
 
-    action: Action
-    what: tuple[Spec, ...] = ()
+    `call` is the method. `action` is what a schedule calls it, None for what schedules do not name (reading parameters,
+    accumulating, making outputs whole); `within` is the compute action around it. `what` are the shapes sent, expected,
+    accumulated or brought together; `axis` and `stages` say who takes part; `line` is the line of the text.
+    """
+
+    call: str
+    action: Action | None = None
+    within: Action | None = None
+    unit: str = ""
+    what: tuple[Spec | None, ...] = ()
     axis: str = ""
     stages: tuple[int, ...] = ()
+    line: int = 0
 
 
-@dataclass
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """What a text did: its global names, the world's calls in order, what `step` returned.
+
+    `kept` has the line of everything put in a store and not taken out again, and of every list taken out of one and not
+    emptied; `stored` counts what was put in.
+    """
+
+    names: Mapping[str, Any]
+    events: tuple[Event, ...]
+    result: Any
+    kept: tuple[int, ...]
+    stored: int
+
+    @property
+    def actions(self) -> tuple[Action, ...]:
+        """The actions of the row, as a schedule names them."""
+        return tuple(event.action for event in self.events if event.action is not None)
+
+
 class RecordingBatch:
     """A batch of shapes: `sizes` of this data rank's microbatches, `size` of the whole batch."""
 
-    inputs: Mapping[str, Callable[[int], Spec]]
-    sizes: tuple[int, ...]
-    size: int
+    def __init__(self, inputs: Mapping[str, Callable[[int], Spec]], sizes: Sequence[int], size: int) -> None:
+        self.inputs, self.size = inputs, size
+        self.sizes = tuple(Samples(number, k) for k, number in enumerate(sizes))
 
     def input(self, name: str, k: int) -> Spec:
         """The piece of an input for microbatch k."""
-        return self.inputs[name](self.sizes[k])
+        return replace(self.inputs[name](int(self.sizes[k])), microbatch=self.sizes[k].microbatch)
+
+    def share(self, part: int, parts: int) -> int:
+        """The number of samples of a data rank."""
+        return pieces(self.size, parts)[part]
 
     def whole(self, name: str) -> Spec:
         """The whole input."""
         return self.inputs[name](self.size)
 
 
+class RecordingStore(dict[int, Any]):
+    """Values by microbatch, each to be put in and taken out once; `lines` is where they were put in."""
+
+    def __init__(self, world: RecordingWorld) -> None:
+        self.world = world
+        self.lines: dict[int, int] = {}
+
+    def __setitem__(self, k: int, value: Any) -> None:
+        if k in self:
+            raise TypeError(f"what line {self.lines[k]} stored for microbatch {k} is overwritten before it was taken")
+        self.lines[k] = self.world.line()
+        super().__setitem__(k, value)
+
+    def __getitem__(self, k: int) -> Any:
+        raise TypeError("a stored value is read without being taken; take it with .pop, once")
+
+    def pop(self, k: int) -> Any:  # type: ignore[override]
+        """Take a value out."""
+        if k not in self:
+            raise TypeError(f"nothing is stored for microbatch {k}: it was never made or received, or was taken before")
+        value = super().pop(k)
+        if isinstance(value, list):
+            self.world.lists.append((self.lines[k], value))
+        return value
+
+
 @dataclass
 class RecordingWorld:
-    """Takes the place of a rank's world; `events` is what it saw."""
+    """Takes the place of a rank's world; `events` is what it saw. `parts` and `part`: the degree of dp, the place on it."""
 
     state: State
     parts: int
     part: int
     buffers: Mapping[str, Spec]
     events: list[Event] = field(default_factory=list)
-    accumulated: list[str] = field(default_factory=list)
+    stores: list[RecordingStore] = field(default_factory=list)
+    lists: list[tuple[int, list[Any]]] = field(default_factory=list)  # taken out of stores
     here: Action | None = None
+    file: str = ""
+    batch: RecordingBatch = field(default_factory=lambda: RecordingBatch({}, (), 0))
 
-    def store(self) -> dict[Any, Any]:
+    def store(self) -> RecordingStore:
         """A place for values that outlive the action that made them."""
-        return {}
+        self.stores.append(RecordingStore(self))
+        return self.stores[-1]
 
     @contextlib.contextmanager
     def action(self, kind: str, *, stage: int, microbatch: int) -> Iterator[None]:
-        """A compute action; the collectives recorded inside belong to it."""
+        """A compute action; what is recorded inside belongs to it."""
+        if self.here is not None:
+            raise TypeError(f"action {stage}{kind}{microbatch} begins inside {self.here}")
         self.here = Action(Kind(kind), stage, microbatch)
-        self.events.append(Event(self.here))
+        self._add("action", self.here)
         yield
         self.here = None
 
     def parameters(self, unit: str) -> tuple[Spec, ...]:
         """The whole parameters of a unit."""
-        return tuple(Spec(p.shape, p.dtype) for p in self.state.unit(unit).parameters)
+        self._add("parameters", unit=unit)
+        return self._whole(unit)
 
     def all_gather(self, unit: str, *, axis: str) -> tuple[Spec, ...]:
         """Gather a unit's parameters for one use."""
-        self._collective(Kind.GATHER, unit, axis)
-        return self.parameters(unit)
+        self._collective("all_gather", Kind.GATHER, unit, axis)
+        return self._whole(unit)
 
     def regather(self, unit: str, *, axis: str) -> None:
         """Make a unit whole again after an optimizer step on parts."""
-        self._collective(Kind.GATHER, unit, axis)
+        self._collective("regather", Kind.GATHER, unit, axis)
 
     def accumulate(self, unit: str, grads: Sequence[Spec | None]) -> None:
         """Add gradients to the unit's."""
         self._check(unit, grads)
-        self.accumulated.append(unit)
+        self._add("accumulate", unit=unit, what=tuple(grads))
 
     def reduce_scatter(self, unit: str, grads: Sequence[Spec | None] | None = None, *, axis: str) -> None:
-        """Reduce gradients to parts."""
+        """Reduce gradients to parts: `grads` if given, else those accumulated."""
         if grads is not None:
             self._check(unit, grads)
-            self.accumulated.append(unit)
-        self._collective(Kind.REDUCE, unit, axis)
+        self._collective("reduce_scatter", Kind.REDUCE, unit, axis, what=tuple(grads or ()))
 
-    def all_reduce(self, unit: str, *, axis: str, stages: tuple[int, ...] = ()) -> None:
+    def all_reduce(self, unit: str, *, axis: str, stages: Sequence[int] = ()) -> None:
         """Reduce gradients, whole on every rank."""
-        self._collective(Kind.REDUCE, unit, axis, stages)
+        self._collective("all_reduce", Kind.REDUCE, unit, axis, tuple(stages))
 
     def buffer(self, name: str) -> Spec:
         """A buffer or constant."""
@@ -114,43 +208,115 @@ class RecordingWorld:
 
     def send(self, values: Sequence[Spec], *, stage: int, to: int, microbatch: int) -> None:
         """Send an edge's values."""
-        self.events.append(Event(Action(Kind.SEND, stage, microbatch, peer=to), tuple(values)))
+        self._own(values, microbatch)
+        self._add("send", Action(Kind.SEND, stage, microbatch, peer=to), what=tuple(values))
 
-    def recv(self, like: Sequence[tuple[Shape, torch.dtype]], *, stage: int, source: int, microbatch: int) -> tuple[Spec, ...]:
+    def recv(
+        self, like: Sequence[tuple[Shape, torch.dtype]], *, stage: int, source: int, microbatch: int
+    ) -> tuple[Spec, ...]:
         """Receive an edge's values."""
-        specs = tuple(Spec(tuple(shape), dtype) for shape, dtype in like)
-        self.events.append(Event(Action(Kind.RECV, stage, microbatch, peer=source), specs))
+        self._own([size for shape, _ in like for size in shape], microbatch)
+        specs = tuple(Spec(tuple(map(int, shape)), dtype, microbatch) for shape, dtype in like)
+        self._add("recv", Action(Kind.RECV, stage, microbatch, peer=source), what=specs)
         return specs
 
     def total(self, parts: Sequence[Spec], *, shape: Shape, dtype: torch.dtype) -> Spec:
         """A sum over microbatches and ranks."""
-        return Spec(shape, dtype)
+        whole = Spec(tuple(shape), dtype)
+        if any(part != whole for part in parts):
+            raise TypeError(f"parts of shapes {_shown(parts)} are summed as {_shown([whole])}")
+        self._add("total", what=(whole, *parts), axis="world")
+        return whole
 
-    def joined(self, parts: Mapping[int, Spec], *, dim: int | None) -> Any:
-        """Microbatches joined."""
-        return parts
+    def joined(self, parts: Mapping[int, Spec], *, dim: int | None) -> Spec:
+        """This rank's microbatches in order along `dim`; with None, the first stands for all."""
+        count = len(self.batch.sizes)
+        if sorted(parts) != list(range(count)):
+            raise TypeError(f"an output has parts of the microbatches {sorted(parts)}, not of all {count}")
+        for k in range(count):
+            self._own([parts[k]], k)
+        return _joined([parts[k] for k in range(count)], dim)
 
-    def everywhere(self, parts: Any, *, stage: int, dim: int | None, like: Callable[[int], Any]) -> Any:
-        """An output brought to every rank."""
-        return parts
+    def everywhere(
+        self,
+        parts: Mapping[int, Spec] | None,
+        *,
+        stage: int,
+        dim: int | None,
+        like: Callable[[int], tuple[Shape, torch.dtype]],
+    ) -> Spec:
+        """An output brought to every rank from the data ranks of its stage."""
+        shares = [Spec(*like(share)) for share in pieces(self.batch.size, self.parts)]
+        if parts is not None and (mine := self.joined(parts, dim=dim)) != shares[self.part]:
+            raise TypeError(f"an output of shape {_shown([mine])} is sent to ranks that expect {_shown([shares[self.part]])}")
+        self._add("everywhere", what=tuple(shares), axis="world", stages=(stage,))
+        return _joined(shares, dim)
 
-    def _collective(self, kind: Kind, unit: str, axis: str, stages: tuple[int, ...] = ()) -> None:
+    def line(self) -> int:
+        """The line of the text that is being executed, the innermost."""
+        frame = inspect.currentframe()
+        while frame is not None and frame.f_code.co_filename != self.file:
+            frame = frame.f_back
+        return frame.f_lineno if frame is not None else 0
+
+    def owner(self, values: Iterable[Any]) -> int | None:
+        """The one microbatch that values belong to, None if to none; TypeError if it is not that of the action."""
+        found = {value.microbatch for value in values if isinstance(value, Spec | Samples)} - {None}
+        allowed = found if self.here is None else {self.here.microbatch}
+        if len(found) > 1 or not found <= allowed:
+            where = f" in {self.here}" if self.here is not None else ""
+            raise TypeError(f"values of microbatch {' and '.join(map(str, sorted(found)))} are used together{where}")
+        return next(iter(found), None)
+
+    def _own(self, values: Iterable[Any], k: int) -> None:
+        for value in values:
+            if isinstance(value, Spec | Samples) and value.microbatch not in (None, k):
+                raise TypeError(f"what belongs to microbatch {value.microbatch} is passed on as microbatch {k}")
+
+    def _add(self, call: str, action: Action | None = None, **details: Any) -> None:
+        self.events.append(Event(call, action, self.here, line=self.line(), **details))
+
+    def _collective(
+        self,
+        call: str,
+        kind: Kind,
+        unit: str,
+        axis: str,
+        stages: tuple[int, ...] = (),
+        what: tuple[Spec | None, ...] = (),
+    ) -> None:
+        self._unit(unit)
         stage, microbatch = (self.here.stage, self.here.microbatch) if self.here is not None else (-1, -1)
-        self.events.append(Event(Action(kind, stage, microbatch, unit=unit), (), axis, stages))
+        action = Action(kind, stage, microbatch, unit=unit)
+        self._add(call, action, unit=unit, what=what, axis=axis, stages=stages)
+
+    def _unit(self, name: str) -> Unit:
+        for unit in self.state.units:
+            if unit.name == name:
+                return unit
+        raise TypeError(f"no unit is called {name!r}")
+
+    def _whole(self, unit: str) -> tuple[Spec, ...]:
+        return tuple(Spec(p.shape, p.dtype) for p in self._unit(unit).parameters)
 
     def _check(self, unit: str, grads: Sequence[Spec | None]) -> None:
-        whole = self.parameters(unit)
+        whole = self._whole(unit)
         if len(grads) != len(whole) or any(g is not None and g != p for g, p in zip(grads, whole, strict=True)):
-            raise TypeError(f"gradients of {unit} have shapes {grads}, its parameters {whole}")
+            raise TypeError(f"gradients of {unit} have the shapes {_shown(grads)}, its parameters {_shown(whole)}")
+        self.owner(grads)
 
 
 def load(source: str, name: str, device: torch.device | None = None) -> dict[str, Any]:
     """The namespace of a rank's source, compiled under the file name `name` so that errors show its lines."""
+    return _executed(compile(source, name, "exec"), source, name, device)
+
+
+def _executed(code: CodeType, source: str, name: str, device: torch.device | None) -> dict[str, Any]:
     import linecache
 
     namespace: dict[str, Any] = {"__name__": name}
     linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
-    exec(compile(source, name, "exec"), namespace)
+    exec(code, namespace)
     if device is not None:
         namespace["DEVICE"] = device
     return namespace
@@ -158,42 +324,109 @@ def load(source: str, name: str, device: torch.device | None = None) -> dict[str
 
 def body_names(source: str) -> tuple[str, ...]:
     """The functions of a rank's source that compute: those that take ``b`` and ``B``, and the prologue."""
-    functions = [node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)]
-    return tuple(
-        node.name
-        for node in functions
-        if [a.arg for a in node.args.args][:2] == ["b", "B"] or node.name == "prologue"
-    )
+    return tuple(node.name for node in _body_nodes(ast.parse(source)))
+
+
+def _body_nodes(tree: ast.Module) -> Iterator[ast.FunctionDef]:
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef):
+            formals = [a.arg for a in node.args.args]
+            if formals[:2] == ["b", "B"] or node.name == "prologue":
+                yield node
+
+
+@dataclass(frozen=True, slots=True)
+class _Body:
+    """A body's text, and whether it reads the size of the whole batch (elsewhere that size is not worth a run of its own)."""
+
+    text: str
+    reads_whole: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Parsed:
+    code: CodeType
+    bodies: dict[str, _Body]
 
 
 class Bodies:
-    """Calls of bodies on shapes, each distinct one run once on fake tensors. Shared by the ranks of one program."""
+    """Calls of bodies on shapes, each distinct one run once on tensors without data. Shared by the ranks of one program."""
 
     def __init__(self) -> None:
-        self.mode = _torch.FakeTensorMode()
         self.known: dict[Any, Any] = {}
+        self._parsed: dict[tuple[str, str], _Parsed] = {}
 
-    def wrap(self, function: Callable[..., Any], text: str) -> Callable[..., Any]:
-        """The body as a function of specs; `text` is its source, equal sources share results."""
+    def parsed(self, source: str, name: str) -> _Parsed:
+        """A rank's source, compiled, with its bodies."""
+        key = (source, name)
+        if key not in self._parsed:
+            tree = ast.parse(source, name)
+            lines = source.splitlines()
+            bodies = {
+                node.name: _Body(
+                    "\n".join(lines[node.lineno - 1 : node.end_lineno]),
+                    any(isinstance(item, ast.Name) and item.id == "B" for item in ast.walk(node)),
+                )
+                for node in _body_nodes(tree)
+            }
+            self._parsed[key] = _Parsed(compile(tree, name, "exec"), bodies)
+        return self._parsed[key]
 
-        def body(*args: Any) -> Any:
-            key = (text, args)
-            if key not in self.known:
-                with self.mode, torch.no_grad():
-                    self.known[key] = _specs(function(*(_fake(arg) for arg in args)))
-            return self.known[key]
-
-        return body
+    def call(self, function: Callable[..., Any], body: _Body, args: tuple[Any, ...]) -> Any:
+        """What a body returns, as shapes. Bodies with equal text share results."""
+        key = (body.text, args if body.reads_whole else (*args[:1], *args[2:]))
+        if key not in self.known:
+            self.known[key] = _specs(_on_shapes(function, args))
+        return self.known[key]
 
 
-def record(source: str, name: str, world: RecordingWorld, batch: RecordingBatch, bodies: Bodies) -> tuple[Event, ...]:
-    """Everything that a rank's text does, in order."""
-    namespace = load(source, name)
-    for function, text in _body_texts(source).items():
-        namespace[function] = bodies.wrap(namespace[function], text)
+def _on_shapes(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """Call a body on meta tensors; on fake ones, ten times slower, where an op knows no meta tensors."""
+    with torch.no_grad():
+        try:
+            return function(*(_empty(arg, META) for arg in args))
+        except NotImplementedError:
+            function.__globals__["DEVICE"] = cpu = torch.device("cpu")
+            try:
+                with _torch.FakeTensorMode():
+                    return function(*(_empty(arg, cpu) for arg in args))
+            finally:
+                function.__globals__["DEVICE"] = META
+
+
+def record(source: str, name: str, world: RecordingWorld, batch: RecordingBatch, bodies: Bodies) -> Recording:
+    """Everything that a rank's text does, in order. Whatever the text raises comes through."""
+    parsed = bodies.parsed(source, name)
+    namespace = _executed(parsed.code, source, name, META)
+    names = dict(namespace)
+    if not callable(names.get("step")):
+        raise TypeError("the text defines no function step(world, batch)")
+    for function, body in parsed.bodies.items():
+        namespace[function] = _recorded(namespace[function], body, world, bodies)
     namespace["torch"] = _Torch()
-    namespace["step"](world, batch)
-    return tuple(world.events)
+    world.file, world.batch = name, batch
+    try:
+        result = names["step"](world, batch)
+    except Exception as error:
+        if world.here is not None:
+            error.add_note(f"stage {world.here.stage}, microbatch {world.here.microbatch}, action {world.here}")
+        raise
+    left = [line for store in world.stores for line in (store.lines[k] for k in store)]
+    left += [line for line, values in world.lists if values]
+    stored = sum(len(store.lines) for store in world.stores)
+    return Recording(names, tuple(world.events), result, tuple(left), stored)
+
+
+def _recorded(function: Callable[..., Any], body: _Body, world: RecordingWorld, bodies: Bodies) -> Callable[..., Any]:
+    """A body as a function of specs, whose results belong to the microbatch of what it is given."""
+    signature = inspect.signature(function)
+
+    def recorded(*args: Any, **kwargs: Any) -> Any:
+        args = signature.bind(*args, **kwargs).args if kwargs else args
+        owner = world.owner(args)
+        return _owned(bodies.call(function, body, args), owner)
+
+    return recorded
 
 
 class _Torch:
@@ -207,21 +440,38 @@ class _Torch:
         return Spec(tuple(shape), dtype)
 
 
-def _body_texts(source: str) -> dict[str, str]:
-    names = set(body_names(source))
-    lines = source.splitlines()
-    return {
-        node.name: "\n".join(lines[node.lineno - 1 : node.end_lineno])
-        for node in ast.parse(source).body
-        if isinstance(node, ast.FunctionDef) and node.name in names
-    }
-
-
-def _fake(arg: Any) -> Any:
-    return torch.empty(arg.shape, dtype=arg.dtype) if isinstance(arg, Spec) else arg
+def _empty(arg: Any, device: torch.device) -> Any:
+    match arg:
+        case Spec():
+            return torch.empty(arg.shape, dtype=arg.dtype, device=device)
+        case Samples():
+            return int(arg)
+        case _:
+            return arg
 
 
 def _specs(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return Spec(tuple(value.shape), value.dtype)
     return tuple(_specs(item) for item in value) if isinstance(value, tuple | list) else value
+
+
+def _owned(value: Any, microbatch: int | None) -> Any:
+    if isinstance(value, Spec):
+        return Spec(value.shape, value.dtype, microbatch)
+    return tuple(_owned(item, microbatch) for item in value) if isinstance(value, tuple) else value
+
+
+def _joined(parts: Sequence[Spec], dim: int | None) -> Spec:
+    first = parts[0]
+    if dim is None:
+        return Spec(first.shape, first.dtype)
+    for part in parts:
+        if (*part.shape[:dim], *part.shape[dim + 1 :]) != (*first.shape[:dim], *first.shape[dim + 1 :]):
+            raise TypeError(f"parts of shapes {_shown(parts)} are joined along dim {dim}")
+    return Spec((*first.shape[:dim], sum(p.shape[dim] for p in parts), *first.shape[dim + 1 :]), first.dtype)
+
+
+def _shown(specs: Iterable[Spec | None]) -> str:
+    """``float32[4, 8], None``."""
+    return ", ".join(f"{str(s.dtype).removeprefix('torch.')}{list(s.shape)}" if s is not None else "None" for s in specs)

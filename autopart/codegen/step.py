@@ -42,7 +42,7 @@ def edges(staged: Staged, stages: Sequence[int]) -> list[str]:
         if edge.target in stages and edge.source not in stages:
             lines += ["", "", f"def edge_{edge.source}_{edge.target}(b):"]
             lines += [f'    """What stage {edge.source} hands to stage {edge.target} for a microbatch of b samples."""']
-            lines += ["    " + line for line in call("return ", [f"({_spec(v)})" for v in edge.values] + [""], "")]
+            lines += ["    " + line for line in call("return ", [f"({_spec(v)})" for v in edge.values] + [""] * (len(edge.values) == 1), "")]
     return [line.replace(", )", ",)") for line in lines]
 
 

@@ -1,19 +1,23 @@
-"""Means over the batch as a sum and a divisor.
+"""Operators written so that they mean the same at every batch size.
 
 before:  ``m = mean(x)``                        x: [batch, 8]
 after:   ``m_sum = sum(x);  m = m_sum / (8 * batch)``
 
 The divisor is a `Size` of the whole batch, so the sums of all microbatches, each divided by it, add up to the mean.
+
+before:  ``y = squeeze(x)``                     x: [batch, 1, 8]
+after:   ``y = squeeze(x, [1])``                a batch of one sample keeps its dim
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 
 from autopart.ir.graph import Dim, Input, Node, Ref, Size, Value
-from autopart.rules.factor import Call, bind, is_batch, times
+from autopart.rules.factor import Call, bind, is_batch, times, wrap
 from autopart.rules.reduce import reduced_dims
 
 aten = torch.ops.aten
@@ -24,6 +28,22 @@ def decompose_means(inputs: Sequence[Input], nodes: Sequence[Node]) -> tuple[Nod
     values = {entry.value.name: entry.value for entry in inputs}
     values |= {out.name: out for node in nodes for out in node.outs if out is not None}
     return tuple(piece for node in nodes for piece in _decompose(node, values))
+
+
+def explicit_squeezes(inputs: Sequence[Input], nodes: Sequence[Node]) -> tuple[Node, ...]:
+    """The nodes with every ``squeeze`` naming just the dims of size 1, so that it never drops the batch's."""
+    values = {entry.value.name: entry.value for entry in inputs}
+    values |= {out.name: out for node in nodes for out in node.outs if out is not None}
+    return tuple(_squeeze(node, values) if node.op.overloadpacket is aten.squeeze else node for node in nodes)
+
+
+def _squeeze(node: Node, values: dict[str, Value]) -> Node:
+    call = bind(node, values)
+    shape = call.shape("self")
+    asked = call.args.get("dim", range(len(shape)))
+    dims = {wrap(dim, len(shape)) for dim in ((asked,) if isinstance(asked, int) else asked)}
+    ones = tuple(sorted(dim for dim in dims if shape[dim] == 1))
+    return replace(node, op=aten.squeeze.dims, args=(node.args[0], ones), kwargs=())
 
 
 def _decompose(node: Node, values: dict[str, Value]) -> Iterator[Node]:

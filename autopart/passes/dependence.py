@@ -1,7 +1,7 @@
 """How the results of one node depend on the batch, given how its operands do. `judge` asks this of every node.
 
-The batch is one factor of the node's factor rule: carried into a result it splits that result, contracted it leaves a sum
-of which each microbatch has a part, and a sum passes through the operands in which the operator is linear.
+The batch is one factor of the node's factor rule: carried into a result it splits that result, contracted it leaves a
+sum of which each microbatch has a part, and a sum passes through the operands in which the operator is linear.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ BatchPlacement = Replicated | Split | Partial
 class Fact:
     """What is known of a value.
 
-    `free`: no parameter, tangent or random number enters it; `zero`: it is all zero; `uniform`: all its samples are alike;
-    `counts`: it numbers this many rows of the batch from 0, so it may only pick each sample's own row.
+    `free`: no parameter, tangent or random number enters it; `zero`: it is all zero; `uniform`: all its samples are
+    alike; `counts`: it numbers this many rows of the batch from 0, so it may only pick each sample's own row.
     """
 
     place: BatchPlacement
@@ -56,7 +56,7 @@ class Fact:
 
 @dataclass(frozen=True, slots=True)
 class Dependence:
-    """What is known of a node's results, by name, and the paths of its arguments that must take the microbatch's share."""
+    """What is known of a node's results, by name, and the paths of the arguments that must take a share."""
 
     facts: Mapping[str, Fact]
     shares: tuple[ArgPath, ...] = ()
@@ -239,7 +239,7 @@ class _Step:
         return counts[0] if counts and self.name in _VIEWS else None
 
     def _picked_rows(self) -> bool:
-        """Whether this is ``x[arange(batch), ...]``, which picks each sample's own row, in a microbatch as in the whole.
+        """Whether this is ``x[arange(batch), ...]``: each sample's own row, in a microbatch as in the whole batch.
 
         Refuses any other use of a sample's number, which is not the same in a microbatch.
         """
@@ -254,14 +254,16 @@ class _Step:
         self._couple(_REASONS["arange"])
 
 
-_VIEWS = frozenset("unsqueeze squeeze view _unsafe_view expand permute transpose clone alias detach".split(" "))
+_VIEWS = frozenset({"unsqueeze", "squeeze", "view", "_unsafe_view", "expand", "permute", "transpose", "clone", "alias"})
 _INDEXED = frozenset({"index", "_unsafe_index", "index_put", "_unsafe_index_put"})
 _RANGE = (("end", 0), ("start", 0), ("step", 1))
 _NUMBERS = "it uses the numbers of the samples, and a microbatch does not know where in the batch it is"
+_SQUEEZE = "it drops a dim of size 1, which the batch may be in a microbatch; name the dim that it is to drop"
 _STATISTICS = "it normalises by the statistics of the whole batch"
 _REASONS: Mapping[str, str] = {
     "arange": _NUMBERS,
     "linspace": _NUMBERS,
+    "squeeze": _SQUEEZE,
     "native_batch_norm": _STATISTICS,
     "_native_batch_norm_legit": _STATISTICS,
     "_native_batch_norm_legit_functional": _STATISTICS,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autopart.codegen.recording import Bodies, Event, RecordingBatch, RecordingWorld, Spec, record
+from autopart.codegen.recording import Bodies, Recording, RecordingBatch, RecordingWorld, Spec, record
 from autopart.codegen.source import source
 from autopart.errors import VerificationError
 from autopart.ir.action import Scheduled
@@ -24,8 +24,7 @@ def emit(staged: Staged, scheduled: Scheduled, plan: Plan) -> Program:
     ranks = []
     for rank in range(mesh.size):
         text = source(staged, scheduled, plan, rank)
-        events = observe(text, rank, captured, staged.state, mesh, plan.microbatches, plan.batch, shared)
-        actions = tuple(event.action for event in events)
+        actions = observe(text, rank, captured, staged.state, mesh, plan.microbatches, plan.batch, shared).actions
         expected = planned[mesh.coordinate(rank).get("pp", 0)]
         if actions != expected:
             at = next((i for i, (a, b) in enumerate(zip(actions, expected, strict=False)) if a != b), len(expected))
@@ -38,7 +37,7 @@ def emit(staged: Staged, scheduled: Scheduled, plan: Plan) -> Program:
 
 def observe(
     text: str, rank: int, captured: Captured, state: State, mesh: Mesh, microbatches: int, batch: int, bodies: Bodies
-) -> tuple[Event, ...]:
+) -> Recording:
     """What one rank's text does for a whole batch of `batch` samples."""
     parts, part = mesh.degree("dp"), mesh.coordinate(rank).get("dp", 0)
     values = {item.target: item.value for item in captured.of_kind("input")}

@@ -1,8 +1,8 @@
 """How every value depends on the batch: equal on all microbatches, split over them, or a sum over them.
 
-The batch enters with the inputs that hold samples and is followed node by node (`dependence`). A sum over the batch that is
-used as more than a sum must be known whole before: a value that no parameter enters (a count of valid targets) is lifted
-into a prologue over the whole batch; anything else couples the samples of a batch and is refused.
+The batch enters with the inputs that hold samples and is followed node by node (`dependence`). A sum over the batch
+that is used as more than a sum must be known whole before: a value that no parameter enters (a count of valid targets)
+is lifted into a prologue over the whole batch; anything else couples the samples of a batch and is refused.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class Site:
 class Judgement:
     """How the values of a graph depend on the batch, and what must change for its microbatches to add up to the whole.
 
-    `shares`: arguments (tensors, or plain numbers that are added) to be multiplied by the microbatch's share of the batch;
-    `output_shares`: indices of outputs likewise. `whole`: arguments that are a `Size` in the arithmetic, to be taken of
-    the whole batch. `prologue`: values to be computed over the whole batch first; they count as Replicated.
+    `shares`: arguments (tensors, or plain numbers that are added) to be multiplied by the microbatch's share of the
+    batch; `output_shares`: indices of outputs likewise. `whole`: arguments that are a `Size` in the arithmetic, to be
+    taken of the whole batch. `prologue`: values to be computed over the whole batch first; they count as Replicated.
     """
 
     placements: Mapping[str, BatchPlacement]
@@ -116,6 +116,7 @@ class _Scan:
             return
         found = depend(node, self.values, self.facts)
         self.facts |= found.facts
+        self.facts |= {name: Fact(Replicated(), free=True) for name in node.names() if name in self.lifted}
         self.shares += [Site(index, path) for path in found.shares]
 
     def _tangent(self, entry: Input) -> Fact:
@@ -127,12 +128,11 @@ class _Scan:
         return Fact(Split(dims[0]), free=False)
 
     def needs_share(self, output: Output) -> bool:
-        """Whether an output must be multiplied by the microbatch's share; refuses outputs that cannot be put together."""
+        """Whether an output must be multiplied by the microbatch's share; refuses what cannot be put together."""
         fact = self.facts[output.name]
         if output.kind == "mutation" and not isinstance(fact.place, Replicated):
             raise CaptureError(
-                f"the buffer {output.target!r} is updated from the samples, so each microbatch would update it on its own. "
-                f"{ADVICE}"
+                f"the buffer {output.target!r} is updated from the samples, by each microbatch on its own. {ADVICE}"
             )
         if output.kind not in ("loss", "grad"):
             return False
@@ -156,7 +156,7 @@ def _input_fact(entry: Input) -> Fact:
     if entry.kind != "input" or len(dims) > 1 or not isinstance(size, Size) or size.constant:
         shape = ", ".join(size.text("batch") if isinstance(size, Size) else str(size) for size in entry.value.shape)
         raise CaptureError(
-            f"the {entry.kind} {entry.target!r} has shape [{shape}]: one dim of an input may be the batch, and of nothing "
-            "else. Say which dim holds the samples, batch={name: dim or None}"
+            f"the {entry.kind} {entry.target!r} has shape [{shape}]: one dim of an input may be the batch, and none of "
+            "anything else. Say which dim holds the samples, batch={name: dim or None}"
         )
     return Fact(Split(dims[0]), free)

@@ -57,8 +57,10 @@ def _batch_norm(call: Call) -> Rule:
     space = SPATIAL[: call.ndim("input") - 2]
     saved = "c, c" if training else "0, 0"
     spec = f"input:nc{space} weight:c bias:c running_mean:c running_var:c -> nc{space}, {saved}, c, c"
-    # in evaluation the functional form hands its running statistics on
-    return loops(call, spec, blocked=f"n{space}0" if training else "0", unread=[(3, "input"), (4, "input")])
+    if training:
+        return loops(call, spec, blocked=f"n{space}")
+    # in evaluation the saved statistics are empty, and the functional form hands the running ones on
+    return loops(call, spec, blocked="0", unread=[(result, "input") for result in (1, 2, 3, 4)])
 
 
 def _batch_norm_backward(call: Call) -> Rule:

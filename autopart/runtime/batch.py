@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 
@@ -27,6 +27,10 @@ class Batch:
         if name not in self._dims:
             return tensor
         return tensor.narrow(self._dims[name], self._starts[k], self.sizes[k]).contiguous()
+
+    def given(self) -> Iterable[torch.Tensor]:
+        """The caller's tensors, whole."""
+        return self._inputs.values()
 
     def share(self, part: int, parts: int) -> int:
         """The number of samples of a data rank."""

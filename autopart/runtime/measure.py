@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -33,19 +33,20 @@ class Store(dict[Any, Any]):
 class Memory:
     """Bytes alive on a rank, sampled after every action.
 
-    `activations` is the largest total of distinct storages in the stores, parameters excluded; `peak` that of everything:
-    parameters, gradients, activations, and the transient buffers of the action.
+    `activations` is the largest total of distinct storages in the stores, those of parameters and of the caller's tensors
+    (`given`: buffers, and the batch, of which microbatches are slices) excluded; `peak` that of everything: parameters,
+    gradients, activations, and the transient buffers of the action.
     """
 
-    def __init__(self, states: States) -> None:
+    def __init__(self, states: States, given: Iterable[torch.Tensor] = ()) -> None:
         self.states = states
         self.stores: list[Store] = []
         self.activations = 0
         self.gradients = 0
         self.peak = 0
         self._transient = 0
-        tensors = [t for held in states.whole.values() for t in held] + list(states.parts.values())
-        self._parameters = {t.untyped_storage().data_ptr() for t in tensors}
+        tensors = [t for held in states.whole.values() for t in held] + list(states.parts.values()) + list(given)
+        self._elsewhere = {t.untyped_storage().data_ptr() for t in tensors}
 
     def store(self) -> Store:
         """A new store, counted from now on."""
@@ -61,7 +62,7 @@ class Memory:
         seen: dict[int, int] = {}
         for store in self.stores:
             for storage in store.storages():
-                if storage.data_ptr() not in self._parameters:
+                if storage.data_ptr() not in self._elsewhere:
                     seen[storage.data_ptr()] = storage.nbytes()
         alive = sum(seen.values())
         resident = self.states.resident_bytes()

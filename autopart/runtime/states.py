@@ -7,7 +7,7 @@ ranks share one process's whole model. Gradients are those of the current step; 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
@@ -18,31 +18,31 @@ from autopart.ir.state import Parameter, State, Unit
 class States:
     """Parameters and gradients of one rank, by unit. Flat layouts are `Unit`'s: parts along dim 0, padded on the wire."""
 
-    def __init__(self, state: State, mesh: Mesh, rank: int, whole: Mapping[str, torch.Tensor], *, own: bool) -> None:
-        """From whole tensors by name. With `own` the rank keeps nothing but its parts; otherwise parts are views."""
-        self.state = state
+    def __init__(
+        self, state: State, mesh: Mesh, rank: int, parts: Mapping[str, torch.Tensor], whole: Mapping[str, torch.Tensor]
+    ) -> None:
+        """From this rank's `parts` by parameter name, and the `whole` parameters that it keeps beside them."""
         self.degree = mesh.degree("dp")
         self.part = mesh.coordinate(rank).get("dp", 0)
+        self.units = {unit.name: unit for unit in held(state, mesh, rank)}
         self.gradients: dict[str, list[torch.Tensor | None]] = {}
-        self.whole: dict[str, list[torch.Tensor]] = {}
-        self.parts: dict[str, torch.Tensor] = {}
-        column = mesh.coordinate(rank).get("pp", 0)
-        self.units = {unit.name: unit for unit in state.units if column in unit.stages}
-        for unit in self.units.values():
-            tensors = [whole[parameter.target] for parameter in unit.parameters]
-            if not unit.gathered(self.degree):
-                self.whole[unit.name] = tensors
-            for parameter, tensor in zip(unit.parameters, tensors, strict=True):
-                part = self.cut(unit, parameter, tensor)
-                self.parts[parameter.target] = part.clone() if own and unit.gathered(self.degree) else part
+        self.parts = {p.target: parts[p.target] for unit in self.units.values() for p in unit.parameters}
+        self.whole = {
+            unit.name: [whole[p.target] for p in unit.parameters]
+            for unit in self.units.values()
+            if not unit.gathered(self.degree)
+        }
 
-    def cut(self, unit: Unit, parameter: Parameter, tensor: torch.Tensor, part: int | None = None) -> torch.Tensor:
-        """The part of a whole tensor that a data rank (this one by default) holds, as a view."""
-        if not unit.held_in_parts(self.degree):
-            return tensor
-        part = self.part if part is None else part
-        start, stop = parameter.rows(part, self.degree)
-        return tensor[start:stop] if parameter.shape else tensor if stop > start else tensor.reshape(1)[:0]
+    @classmethod
+    def viewing(cls, state: State, mesh: Mesh, rank: int, whole: Mapping[str, torch.Tensor]) -> States:
+        """Parts that are views of whole tensors, for ranks that share one process's model."""
+        part = mesh.coordinate(rank).get("dp", 0)
+        parts = {
+            p.target: cut(unit, p, whole[p.target], part, mesh.degree("dp"))
+            for unit in held(state, mesh, rank)
+            for p in unit.parameters
+        }
+        return cls(state, mesh, rank, parts, whole)
 
     def packed(self, unit: Unit) -> torch.Tensor:
         """This rank's parts of a unit, flat and padded."""
@@ -75,7 +75,7 @@ class States:
         ]
         length = unit.padded(self.degree)
         rows = [
-            _padded(torch.cat([self.cut(unit, p, g, r).reshape(-1) for g, p in zip(tensors, unit.parameters, strict=True)]), length)
+            _padded(torch.cat([cut(unit, p, g, r, self.degree).reshape(-1) for g, p in zip(tensors, unit.parameters, strict=True)]), length)
             for r in range(self.degree)
         ]
         return torch.cat(rows)
@@ -108,6 +108,20 @@ class States:
         )
         gradients = sum(g.nbytes for grads in self.gradients.values() for g in grads if g is not None)
         return {"parameters": parameters, "gradients": gradients}
+
+
+def held(state: State, mesh: Mesh, rank: int) -> Iterator[Unit]:
+    """The units that a rank holds a part of."""
+    column = mesh.coordinate(rank).get("pp", 0)
+    return (unit for unit in state.units if column in unit.stages)
+
+
+def cut(unit: Unit, parameter: Parameter, tensor: torch.Tensor, part: int, parts: int) -> torch.Tensor:
+    """The part of a whole tensor that data rank `part` of `parts` holds, as a view; all of it if the unit is not cut."""
+    if not unit.held_in_parts(parts):
+        return tensor
+    start, stop = parameter.rows(part, parts)
+    return tensor[start:stop] if parameter.shape else tensor if stop > start else tensor.reshape(1)[:0]
 
 
 def _padded(flat: torch.Tensor, length: int) -> torch.Tensor:

@@ -43,8 +43,9 @@ class Watch:
     def __init__(self, world: dist.ProcessGroup, *, hosted: bool) -> None:
         self.rank = rank = world.rank()
         self.size = size = world.size()
-        store: Any = world.get_group_store()
-        self._store = store.clone()  # a connection of its own
+        group_store: Any = world.get_group_store()
+        self._group_store = group_store  # kept, for it may be the server, and the user may destroy the group
+        self._store = group_store.clone()
         self._hosted = hosted
         self._store_left = False
         self._counted = False

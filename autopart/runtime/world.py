@@ -31,7 +31,7 @@ class World:
     ) -> None:
         self.transport, self.mesh, self.place = transport, mesh, tuple(place)
         self.states, self.buffers, self.batch = states, buffers, batch
-        self.memory = Memory(states)
+        self.memory = Memory(states, (*buffers.values(), *batch.given()))
         self.log = Log()
         self.here = mesh.coordinate(transport.rank)
 

@@ -1,0 +1,117 @@
+"""The arguments of `parallelize`, checked before anything runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from autopart.cluster import Cluster
+from autopart.ir.mesh import Mesh
+from autopart.ir.placement import PRESETS, Placement
+from autopart.ir.plan import Plan
+from autopart.ir.program import Program
+from autopart.schedules import names
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """See `autopart.parallelize`, whose arguments these are."""
+
+    devices: int | None = None
+    cluster: Cluster | None = None
+    loss_fn: Callable[..., Any] | None = None
+    batch: Mapping[str, int | None] | None = None
+    capture: str = "compile"
+    hooks: str = "refuse"
+    plan: Plan | Program | None = None
+    verify: bool = True
+    mesh: Mapping[str, int] | Mesh | None = None
+    stages: int | Sequence[str] | None = None
+    placement: str | Placement | Mapping[str, str | Placement] | None = None
+    schedule: str | None = None
+    microbatches: int | None = None
+    memory: str | int | None = None
+
+    def __post_init__(self) -> None:
+        _whole("devices", self.devices)
+        _whole("microbatches", self.microbatches)
+        _one_of("capture", self.capture, ("compile", "direct"))
+        _one_of("hooks", self.hooks, ("refuse", "ignore"))
+        if self.loss_fn is not None and not callable(self.loss_fn):
+            raise TypeError(f"loss_fn: expected a function of (output) or (output, target), not {self.loss_fn!r}")
+        if self.plan is not None and not isinstance(self.plan, Plan | Program):
+            raise TypeError(f"plan: expected an autopart.Plan or autopart.Program, not {type(self.plan).__name__}")
+        if self.cluster is not None and not isinstance(self.cluster, Cluster):
+            raise TypeError(f"cluster: expected an autopart.Cluster, not {type(self.cluster).__name__}")
+        if self.batch is not None and not isinstance(self.batch, Mapping):
+            raise TypeError("batch: expected a mapping from input names to their batch dim, such as {'mask': None}")
+        if self.mesh is not None and not isinstance(self.mesh, Mapping | Mesh):
+            raise TypeError(f"mesh: expected a mapping such as {{'pp': 2, 'dp': 2}}, not {self.mesh!r}")
+        if self.mesh is not None and self.devices is not None and self.axes().size != self.devices:
+            raise ValueError(f"mesh: {self.axes()} is {self.axes().size} devices, but devices={self.devices}")
+        if isinstance(self.placement, str):
+            _one_of("placement", self.placement, PRESETS)
+        if self.schedule is not None:
+            _one_of("schedule", self.schedule, tuple(family.name for family in names()))
+        if isinstance(self.stages, str) or isinstance(self.stages, bool):
+            raise TypeError(f"stages: expected a count or module names where a stage begins, not {self.stages!r}")
+
+    def axes(self) -> Mesh:
+        """The pinned mesh."""
+        assert self.mesh is not None
+        return self.mesh if isinstance(self.mesh, Mesh) else Mesh.of(self.mesh)
+
+    @property
+    def given_plan(self) -> Plan | None:
+        """The pinned plan, also that of a pinned program."""
+        return self.plan.plan if isinstance(self.plan, Program) else self.plan
+
+    @property
+    def given_program(self) -> Program | None:
+        """The pinned program."""
+        return self.plan if isinstance(self.plan, Program) else None
+
+    def world_size(self, found: int | None) -> int:
+        """How many ranks to plan for, given the size of the world that is there, if any.
+
+        Raises ValueError where `devices`, the mesh or the plan asks for another number than the world has.
+        """
+        asked = {
+            "devices": self.devices,
+            "mesh": self.axes().size if self.mesh is not None else None,
+            "plan": self.given_plan.mesh.size if self.given_plan is not None else None,
+        }
+        for name, count in asked.items():
+            if count is not None and found is not None and count != found:
+                raise ValueError(f"{name}: asks for {count} ranks, but the world has {found}")
+        wanted = next((count for count in asked.values() if count is not None), None)
+        if wanted is None and self.cluster is not None:
+            wanted = self.cluster.devices
+        return found or wanted or 1
+
+    def pins(self) -> dict[str, Any]:
+        """What `solve` takes."""
+        return {
+            "cluster": self.cluster,
+            "mesh": self.mesh,
+            "stages": self.stages,
+            "placement": self.placement,
+            "schedule": self.schedule,
+            "microbatches": self.microbatches,
+            "memory": self.memory,
+        }
+
+
+def _whole(name: str, value: object) -> None:
+    if value is None:
+        return
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{name}: expected a whole number, not {value!r}")
+    if value < 1:
+        raise ValueError(f"{name}: must be at least 1, not {value}")
+
+
+def _one_of(name: str, value: object, known: Sequence[str]) -> None:
+    if value not in known:
+        raise ValueError(f"{name}: {value!r} is not known; one of {', '.join(known)}")

@@ -1,0 +1,307 @@
+"""The session behind a parallelised module: which world it runs in, its plan, its programs, and one call of it."""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from autopart import _torch
+from autopart import capture as capturing
+from autopart.api import compiler
+from autopart.api.options import Options
+from autopart.api.plain import as_plain, check_hooks
+from autopart.capture.call import Call
+from autopart.errors import CaptureError
+from autopart.ir.plan import Plan
+from autopart.ir.program import Program
+from autopart.ir.segmented import Segmented
+from autopart.ir.state import State
+from autopart.passes.segment import segment
+from autopart.passes.verify import verify
+from autopart.runtime import distributed
+from autopart.runtime.autograd import delivering
+from autopart.runtime.executor import Loaded, StepResult, run
+from autopart.runtime.local import current_transport, run_ranks
+from autopart.runtime.report import Report
+from autopart.runtime.residence import Residence
+from autopart.runtime.states import States
+from autopart.runtime.transport import Transport
+
+NO_TARGET = object()
+CACHED_PROGRAMS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """A program and the texts of the ranks that run in this process, compiled."""
+
+    program: Program
+    loaded: tuple[Loaded, ...]
+
+
+class Session:
+    """State of one parallelised module. `transport` is this rank's, None where all ranks live in this process."""
+
+    def __init__(self, plain: type[torch.nn.Module], options: Options) -> None:
+        self.plain, self.options = plain, options
+        self.transport: Transport | None = None
+        self.joined = False
+        self.plan: Plan | None = None
+        self.state: State | None = None
+        self.residence: Residence | None = None
+        self.program: Program | None = None
+        self.report: Report | None = None
+        self.programs: OrderedDict[Any, Compiled] = OrderedDict()
+
+    def call(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], target: Any) -> Any:
+        """One call of the module: the whole planned step when it trains, a forward otherwise."""
+        check_hooks(model, self.options.hooks)
+        self.join()
+        moved_args, moved_kwargs, moved_target = self._moved((args, dict(kwargs), target))
+        with as_plain(model, self.plain):
+            names = {} if target is NO_TARGET else {"target": moved_target}
+            call = capturing.read(model, moved_args, moved_kwargs, batch=self.options.batch, **names)
+            self._agree(model, call)
+            compiled = self._compiled(model, call, target is not NO_TARGET)
+        if self.transport is not None and self.residence is None:
+            self._adopt(model, compiled.program)
+        results = self._run(model, compiled, call)
+        self.report = Report(tuple(result.report for result in results))
+        return self._result(model, compiled.program, call, results)
+
+    # The world
+
+    def join(self) -> None:
+        """Find the world: a process group or torchrun's, the local rank that is calling, else all ranks in this process."""
+        if self.joined:
+            return
+        self.transport = current_transport()
+        if self.transport is None and (dist.is_initialized() or dist.is_torchelastic_launched()):
+            self.transport = distributed.join()
+        self.options.world_size(self.transport.size if self.transport is not None else None)
+        self.joined = True
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return self.options.world_size(self.transport.size if self.transport is not None else None)
+
+    def _moved(self, values: Any) -> Any:
+        if self.transport is None:
+            return values
+        device = self.transport.device
+        return _torch.pytree.tree_map(lambda x: x.to(device) if isinstance(x, torch.Tensor) else x, values)
+
+    def _agree(self, model: torch.nn.Module, call: Call) -> None:
+        """Raise ValueError on every rank if the ranks do not make the same call."""
+        if self.transport is None or self.transport.size == 1:
+            return
+        shapes = hashlib.sha256(repr(self._key(model, call)).encode()).hexdigest()
+        mine = {"inputs' shapes, dtypes or values of other arguments, or the model's modes": shapes, "batch size": call.batch}
+        mine["inputs' contents"] = tuple(_checksum(tensor) for _, tensor in call.tensors)
+        every = self.transport.all_gather_object(mine, tuple(range(self.transport.size)))
+        for what in mine:
+            odd = [rank for rank, other in enumerate(every) if other[what] != every[0][what]]
+            if odd:
+                raise ValueError(
+                    f"the ranks make different calls: the {what} of rank {odd[0]} differ from rank 0's; every rank passes the "
+                    "same whole batch (seed the data loader alike on every rank, and do not use a distributed sampler)"
+                )
+
+    # Plan and programs
+
+    def _key(self, model: torch.nn.Module, call: Call) -> Any:
+        modes = tuple(part.training for part in model.modules())
+        trained = tuple(parameter.requires_grad for parameter in model.parameters())
+        kinds = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+        casts = tuple((kind, torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind))
+        return call.key(), torch.is_grad_enabled(), modes, trained, casts
+
+    def _compiled(self, model: torch.nn.Module, call: Call, target: bool) -> Compiled:
+        key = (self._key(model, call), target, self._microbatches(call) if self.plan is not None else None)
+        if key in self.programs:
+            self.programs.move_to_end(key)
+        else:
+            if self.residence is not None:
+                model = self.residence.whole_copy(model)
+            compiled = self._compile(model, call, target)
+            key = (*key[:2], self._microbatches(call))
+            self.programs[key] = compiled
+            if len(self.programs) > CACHED_PROGRAMS:
+                self.programs.popitem(last=False)
+        compiled = self.programs[key]
+        training = compiled.program.captured.training
+        if training and call.batch < self._cut():
+            raise ValueError(
+                f"batch: {call.batch} samples cannot be cut into {self._cut()} pieces (dp x microbatches of the plan); "
+                "pass more samples, or pin fewer microbatches"
+            )
+        if training:
+            self.program = compiled.program
+        return compiled
+
+    def _cut(self) -> int:
+        assert self.plan is not None
+        return self.plan.mesh.degree("dp") * self.plan.microbatches
+
+    def _microbatches(self, call: Call) -> int:
+        """A forward-only program of a small batch has fewer microbatches than the plan; a training one never has."""
+        assert self.plan is not None
+        degree = self.plan.mesh.degree("dp")
+        if call.batch < degree:
+            raise ValueError(f"batch: {call.batch} samples cannot be cut over dp={degree} data ranks")
+        return min(self.plan.microbatches, call.batch // degree)
+
+    def _compile(self, model: torch.nn.Module, call: Call, target: bool) -> Compiled:
+        program = self._given(call) or self._lowered(model, call, target)
+        self.state = self.state or program.state
+        device = self.transport.device if self.transport is not None else next(iter(call.tensors))[1].device
+        ranks = range(self.size) if self.transport is None else (self.transport.rank,)
+        return Compiled(program, tuple(Loaded.of(program, rank, device) for rank in ranks))
+
+    def _given(self, call: Call) -> Program | None:
+        """The pinned program, verified, if it is one for this call."""
+        program = self.options.given_program
+        if program is None or not torch.is_grad_enabled():
+            return None
+        if {item.target for item in program.captured.of_kind("input")} - {path for path, _ in call.tensors}:
+            return None
+        if self.options.verify:
+            verify(program)
+        self.plan = program.plan
+        return program
+
+    def _lowered(self, model: torch.nn.Module, call: Call, target: bool) -> Program:
+        """Capture the call and compile it under the plan, which is solved for at the first call."""
+        loss_fn = self.options.loss_fn if target or not _takes_two(self.options.loss_fn) else None
+        captured = compiler.captured_step(model, call, loss_fn, target, self.options.capture)
+        if not captured.training and torch.is_grad_enabled() and model.training:
+            raise CaptureError(
+                f"{type(model).__name__} returns no loss that requires grad, so there is nothing to train: return the loss "
+                "(or a dict or tuple that holds it), or pass loss_fn= and call model.train_step(args, target=...); "
+                "for evaluation call model.eval() or use torch.no_grad()"
+            )
+        known = self.plan or self.options.given_plan
+        segmented = segment(captured, cuts=compiler.cuts(known) if known else compiler.named(self.options.stages))
+        self.plan = self.plan or self._plan(segmented)
+        plan = self.plan if captured.training else replace(self.plan, microbatches=self._microbatches(call), batch=call.batch)
+        return compiler.lower(segmented, plan, state=self.state, check=self.options.verify)
+
+    def _plan(self, segmented: Segmented) -> Plan:
+        given = self.options.given_plan
+        if given is None:
+            return compiler.solve(segmented, devices=self.size, **self.options.pins())
+        compiler.check_fingerprint(given, segmented.captured)
+        return given
+
+    # Running
+
+    def _adopt(self, model: torch.nn.Module, program: Program) -> None:
+        """Cut the user's parameters to this rank's parts, from rank 0's initial values."""
+        assert self.transport is not None and self.state is not None
+        self.residence = Residence(model, self.transport, program.plan.mesh, self.state, dict(program.captured.tied))
+
+    def _run(self, model: torch.nn.Module, compiled: Compiled, call: Call) -> Sequence[StepResult]:
+        program = compiled.program
+        inputs = dict(call.tensors)
+        buffers = dict(model.named_buffers(remove_duplicate=False))
+        buffers |= {constant.name: constant.tensor for constant in program.captured.constants}
+        if self.transport is not None:
+            assert self.residence is not None
+            return [run(compiled.loaded[0], self.transport, self.residence.states(), buffers, inputs, call.batch)]
+        whole = {name: p.data for name, p in model.named_parameters(remove_duplicate=False)}
+        mesh, state = program.plan.mesh, program.state
+
+        def body(transport: Transport) -> StepResult:
+            states = States.viewing(state, mesh, transport.rank, whole)
+            return run(compiled.loaded[transport.rank], transport, states, buffers, inputs, call.batch)
+
+        return run_ranks(mesh.size, body, device=next(iter(inputs.values())).device)
+
+    def _result(self, model: torch.nn.Module, program: Program, call: Call, results: Sequence[StepResult]) -> Any:
+        captured = program.captured
+        outputs = dict(results[0].outputs)
+        given = {item.value.name: item.target for item in captured.of_kind("input")}
+        inputs = dict(call.tensors)
+        for out in captured.outputs:
+            if out.kind == "output" and out.name not in given and self.transport is None:
+                outputs[out.name] = _joined(out.name, out.dim if captured.training else None, results)
+        if captured.training:
+            assert captured.loss is not None
+            outputs[captured.loss] = delivering(outputs[captured.loss], self._gradients(model, program, results))
+        leaves = [
+            item[1] if isinstance(item, tuple) else inputs[given[item]] if item in given else outputs.get(item)
+            for item in captured.result
+        ]
+        return _torch.pytree.tree_unflatten(leaves, captured.tree)
+
+    def _gradients(
+        self, model: torch.nn.Module, program: Program, results: Sequence[StepResult]
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """(parameter, gradient) in what this process holds of each: parts, or whole ones where it has all ranks."""
+        parameters = dict(model.named_parameters(remove_duplicate=False))
+        mesh = program.plan.mesh
+        pairs = []
+        for unit in program.state.units:
+            if not unit.trainable:
+                continue
+            held = [r.gradients[unit.name] for r in results if unit.name in r.gradients]
+            if self.transport is None:
+                column = results[mesh.rank({"pp": unit.stages[0]})].gradients.get(unit.name) if held else None
+                ranks = [mesh.rank({"pp": unit.stages[0], "dp": part}) for part in range(mesh.degree("dp"))]
+                parts = [results[rank].gradients[unit.name] for rank in ranks] if column is not None else []
+                whole = unit.held_in_parts(mesh.degree("dp"))
+                for position, parameter in enumerate(unit.parameters):
+                    pieces = [grads[position] for grads in (parts if whole else parts[:1])]
+                    found = [piece for piece in pieces if piece is not None]
+                    if found:
+                        pairs.append((parameters[parameter.target], _whole(found, parameter.shape)))
+            else:
+                for grads in held:
+                    for parameter, grad in zip(unit.parameters, grads, strict=True):
+                        if grad is not None:
+                            pairs.append((parameters[parameter.target], grad))
+        return pairs
+
+
+def _whole(pieces: list[torch.Tensor], shape: tuple[int, ...]) -> torch.Tensor:
+    if len(pieces) == 1:
+        return pieces[0]
+    return torch.cat(pieces) if shape else next(piece for piece in pieces if piece.numel())
+
+
+def _joined(name: str, dim: int | None, results: Sequence[StepResult]) -> torch.Tensor | None:
+    """An output as the whole batch's, from the ranks that made it."""
+    found = [result.outputs[name] for result in results if result.outputs.get(name) is not None]
+    if not found:
+        return None
+    return found[0] if dim is None or len(found) == 1 else torch.cat(found, dim=dim)
+
+
+def _checksum(tensor: torch.Tensor) -> int:
+    """A checksum of at most 64 Ki elements spread over a tensor."""
+    flat = tensor.detach().reshape(-1)
+    step = max(1, flat.numel() // 65536)
+    sample = flat[::step].contiguous().cpu()
+    return zlib.crc32(sample.view(torch.uint8).numpy().tobytes()) if sample.numel() else 0
+
+
+def _takes_two(loss_fn: Any) -> bool:
+    """Whether a loss function needs a target beside the output."""
+    import inspect
+
+    if loss_fn is None:
+        return True
+    try:
+        parameters = inspect.signature(loss_fn).parameters.values()
+    except (TypeError, ValueError):
+        return True
+    needed = [p for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return len(needed) > 1

@@ -1,0 +1,138 @@
+"""costs: Segmented -> a SegmentCost a segment. What each computes, reads, writes and keeps, in the microbatch size.
+
+FLOPs are those of `rules.flops`. Bytes are those of every tensor that an operator reads or writes, views left out: an
+upper bound that fused kernels stay below. Repeated segments share their expressions, so the time goes with the number
+of distinct bodies.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from autopart.ir.captured import Captured
+from autopart.ir.cost import SegmentCost, Tied
+from autopart.ir.graph import Node, Value
+from autopart.ir.segmented import Body, Function, Segmented
+from autopart.rules.alias import roots, viewed
+from autopart.rules.flops import count, flops
+
+GATHERS = ("embedding", "index", "index_select", "gather")
+"""Operators that read as many elements of their first tensor as they write, however large it is."""
+
+Expression = Any
+"""A sympy expression in `batch_symbol()`."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Expressions:
+    """The part of a cost that equal segments share."""
+
+    forward_flops: Expression
+    backward_flops: Expression
+    forward_bytes: Expression
+    backward_bytes: Expression
+    saved_bytes: Expression
+    boundary_bytes: Expression
+
+
+def costs(segmented: Segmented) -> tuple[SegmentCost, ...]:
+    """The cost of every segment, in order.
+
+    `saved_bytes` counts every storage that the segment keeps for its backward once, however many views of it are kept,
+    and so does the next segment if it keeps the same; the caller's batch, parameters and buffers are not counted.
+    `boundary_bytes` are the values that come from other segments, the caller's inputs left out.
+    """
+    parameters = {item.target: item for item in segmented.captured.of_kind("parameter")}
+    users = Counter(target for segment in segmented.segments for target in segment.parameters)
+    copied = copied_inputs(segmented.captured)
+    shared: dict[object, _Expressions] = {}
+    made = []
+    for segment in segmented.segments:
+        origins = tuple(copied.get(name) for name in segment.values)
+        key = segment.body, origins
+        if key not in shared:
+            shared[key] = _expressions(segmented.bodies[segment.body], origins)
+        mine = {target: parameters[target] for target in segment.parameters}
+        sizes = {target: item.value.nbytes(1) for target, item in mine.items()}
+        common = shared[key]
+        made.append(
+            SegmentCost(
+                name=segment.name,
+                forward_flops=common.forward_flops,
+                backward_flops=common.backward_flops,
+                forward_bytes=common.forward_bytes,
+                backward_bytes=common.backward_bytes,
+                saved_bytes=common.saved_bytes,
+                boundary_bytes=common.boundary_bytes,
+                parameter_bytes=sum(sizes.values()),
+                trainable_bytes=sum(sizes[target] for target, item in mine.items() if item.requires_grad),
+                tied=tuple(Tied(t, sizes[t], item.requires_grad) for t, item in mine.items() if users[t] > 1),
+            )
+        )
+    return tuple(made)
+
+
+def copied_inputs(captured: Captured) -> dict[str, bool]:
+    """For each of the caller's inputs, by value name: whether a microbatch's slice of it is a copy.
+
+    A slice along the outermost dim is a view of the caller's (contiguous) tensor; one along another dim is copied.
+    """
+    dims = dict(captured.batch_dims)
+    items = captured.of_kind("input")
+    return {i.value.name: any(size != 1 for size in i.value.shape[: dims.get(i.target, 0)]) for i in items}
+
+
+def _expressions(body: Body, origins: tuple[bool | None, ...]) -> _Expressions:
+    """What segments with this body share; `origins` has what `copied_inputs` says of every value that comes in."""
+    backward = body.backward or Function((), (), ())
+    incoming = body.forward.inputs[: len(origins)]
+    held = {value.name for value in body.forward.inputs[len(origins) :]}  # buffers and parameters
+    held |= {value.name for value, copied in zip(incoming, origins, strict=True) if copied is False}
+    values, root = defined(body.forward), roots(body.forward.nodes)
+    kept = dict.fromkeys(root.get(name, name) for name in body.saved)
+    return _Expressions(
+        forward_flops=_flops(body.forward),
+        backward_flops=_flops(backward),
+        forward_bytes=_moved(body.forward),
+        backward_bytes=_moved(backward),
+        saved_bytes=_total(_bytes(values[name]) for name in kept if name not in held),
+        boundary_bytes=_total(_bytes(v) for v, copied in zip(incoming, origins, strict=True) if copied is None),
+    )
+
+
+def defined(function: Function) -> dict[str, Value]:
+    """Every value of a function by its local name: its inputs and what its nodes make."""
+    made = (out for node in function.nodes for out in node.outs if out is not None)
+    return {value.name: value for value in (*function.inputs, *made)}
+
+
+def _flops(function: Function) -> Expression:
+    values = defined(function)
+    return _total(flops(node, values) for node in function.nodes)
+
+
+def _moved(function: Function) -> Expression:
+    values = defined(function)
+    return _total(term for node in function.nodes if viewed(node) is None for term in _traffic(node, values))
+
+
+def _traffic(node: Node, values: Mapping[str, Value]) -> Iterable[Expression]:
+    """The bytes that a call reads, a term a tensor, and those it writes."""
+    written = [_bytes(out) for out in node.outs if out is not None]
+    read = list(dict.fromkeys(node.refs()))
+    if node.op.overloadpacket.__name__ in GATHERS:
+        return (*written, *written, *(_bytes(values[name]) for name in read[1:]))
+    return (*written, *(_bytes(values[name]) for name in read))
+
+
+def _bytes(value: Value) -> Expression:
+    return count(value.shape) * value.dtype.itemsize
+
+
+def _total(terms: Iterable[Expression]) -> Expression:
+    import sympy
+
+    return sympy.expand(sympy.Add(*terms))

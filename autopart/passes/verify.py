@@ -1,0 +1,187 @@
+"""verify: Program -> Report. The gate that every program passes; an edited text goes through the same one.
+
+Each rank's text is run on shapes (`codegen.recording`) at the plan's batch size and at one that is cut differently, so that
+microbatches differ in size. What the texts do is then held against these rules:
+
+``text``         it runs, values of different microbatches do not mix, and it is the text of this rank of this plan
+``transfers``    every send has its receive: on both ends the same order, microbatches, shapes and dtypes
+``collectives``  the ranks of a group call the same collectives in the same order
+``deadlock``     all ranks end even if every send waits for its receive and every collective for all of its group
+``stores``       what is stored for later is taken out, once
+``work``         each microbatch has one forward and one backward on each stage, which read every parameter as it is placed
+``gradients``    each backward adds every gradient that it makes once; each unit is reduced once over dp, and once over the
+                 stages that share it, after its last contribution
+``outputs``      each rank returns the outputs that it makes or needs, whole
+
+What must be there follows from the program's graph, plan and state, never from the passes that wrote the text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from autopart.codegen.recording import Bodies, Spec
+from autopart.errors import CaptureError, VerificationError
+from autopart.ir.graph import Output, Value
+from autopart.ir.mesh import pieces
+from autopart.ir.plan import Plan
+from autopart.ir.program import Program
+from autopart.ir.staged import Staged
+from autopart.passes.segment import segment
+from autopart.passes.split import split
+from autopart.passes.verify_between import collectives, ends, transfers
+from autopart.passes.verify_texts import Text, fault, read
+from autopart.passes.verify_within import Needs, gradients, needs, work
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """A rule that holds, and how many of `what` it was checked on."""
+
+    rule: str
+    count: int
+    what: str
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What `verify` checked; `batches` are the batch sizes at which the texts were run."""
+
+    checked: tuple[Checked, ...]
+    batches: tuple[int, ...]
+
+    def __str__(self) -> str:
+        """A line a rule."""
+        width = max(len(item.rule) for item in self.checked)
+        lines = [f"{item.rule:<{width}}  {item.count:>6} {item.what}" for item in self.checked]
+        return "\n".join([*lines, f"checked at batches of {' and '.join(map(str, self.batches))} samples"])
+
+
+def verify(program: Program) -> Report:
+    """Check a program's texts by every rule above.
+
+    Raises VerificationError for the first that is broken, naming the rule, the rank, where it applies the stage, the
+    microbatch and the action, the line of the text, and what to do.
+    """
+    plan = program.plan
+    if [rank.rank for rank in program.ranks] != list(range(plan.mesh.size)):
+        raise VerificationError(f"rule text: the program has the ranks {[r.rank for r in program.ranks]}, the mesh {plan.mesh}")
+    staged = _staged(program)
+    needed = tuple(needs(staged, stage) for stage in range(len(staged.stages)))
+    bodies = Bodies()
+    batches = _batches(plan)
+    checked = [_checked(program, staged, needed, batch, bodies) for batch in batches]
+    return Report(checked[0], batches)
+
+
+def _staged(program: Program) -> Staged:
+    """The graph cut anew into the plan's segments and stages."""
+    plan = program.plan
+    names = [name for stage in plan.stages for name in stage.segments]
+    starts = [stage.segments[0] for stage in plan.stages[1:]]
+    for cuts in ((), starts, names):
+        try:
+            segmented = segment(program.captured, cuts=tuple(dict.fromkeys(name.split("@")[0] for name in cuts)))
+        except ValueError:
+            continue
+        found = [item.name for item in segmented.segments]
+        # A forward-only graph has fewer layers than the step that the plan is for.
+        if found == names or (not program.captured.training and set(starts) <= set(found)):
+            break
+    try:
+        return split(segmented, plan, state=program.state)
+    except (CaptureError, KeyError) as error:
+        raise VerificationError(f"rule text: the program's graph does not fit its plan: {error}") from error
+
+
+def _batches(plan: Plan) -> tuple[int, int]:
+    """The plan's batch size, and one whose microbatches differ in size where the plan's do not, or the other way about."""
+    parts = plan.mesh.degree("dp") * plan.microbatches
+    sizes = [size for share in pieces(plan.batch, plan.mesh.degree("dp")) for size in pieces(share, plan.microbatches)]
+    if len(set(sizes)) > 1:
+        return plan.batch, parts * max(sizes)
+    return plan.batch, plan.batch + max(1, parts // 2)
+
+
+def _checked(
+    program: Program, staged: Staged, needed: Sequence[Needs], batch: int, bodies: Bodies
+) -> tuple[Checked, ...]:
+    training, state = program.captured.training, program.state
+    texts = [read(program, rank, batch, bodies) for rank in range(len(program.ranks))]
+    sent = transfers(texts)
+    shared = collectives(texts)
+    meetings = ends(texts, [*sent, *shared])
+    stored = sum(map(_check_stores, texts))
+    actions = sum(work(text, needed, state, program.plan.microbatches, training) for text in texts)
+    graded = [gradients(text, needed, state) for text in texts]
+    outputs = sum(_check_outputs(text, staged, program.plan, batch) for text in texts)
+    return (
+        Checked("text", len(texts), "texts"),
+        Checked("transfers", len(sent), "sends with their receives"),
+        Checked("collectives", len(shared), "collectives of whole groups"),
+        Checked("deadlock", meetings, "transfers and collectives in order"),
+        Checked("stores", stored, "values kept for later"),
+        Checked("work", actions, "forwards and backwards"),
+        Checked("gradients", sum(n for n, _ in graded), f"contributions, {sum(n for _, n in graded)} reductions"),
+        Checked("outputs", outputs, "outputs"),
+    )
+
+
+def _check_stores(text: Text) -> int:
+    if text.recording.kept:
+        where = text.where(text.recording.kept[0])
+        problem = f"{len(text.recording.kept)} stored values are never taken out, the first from {where}"
+        raise fault("stores", f"rank {text.rank}", problem, "take each out once, where it is used")
+    return text.recording.stored
+
+
+def _check_outputs(text: Text, staged: Staged, plan: Plan, batch: int) -> int:
+    """The step returns what it must, each whole; the number of outputs."""
+    captured = staged.segmented.captured
+    values = {value.name: value for value in captured.values()}
+    makers = {name: stage for stage, row in enumerate(staged.stages) for item in row for name in item.outputs}
+    wanted = {
+        out.name: out
+        for out in captured.outputs
+        if out.kind in ("loss", "output")
+        and (out.partial or not captured.training or makers.get(out.name) in text.stages)
+    }
+    result = text.recording.result
+    found = result if isinstance(result, dict) else {}
+    for name, out in wanted.items():
+        shape = _whole(out, values[name], text, plan, batch, captured.training)
+        if found.get(name) != Spec(shape, values[name].dtype):
+            problem = f"step returns {found.get(name)!r} as {name!r}"
+            remedy = f"return the whole output, of shape {list(shape)} and {values[name].dtype}"
+            raise fault("outputs", f"rank {text.rank}", problem, remedy)
+    _check_total(text, [out for out in wanted.values() if out.partial], makers, plan)
+    return len(wanted)
+
+
+def _whole(out: Output, value: Value, text: Text, plan: Plan, batch: int, training: bool) -> tuple[int, ...]:
+    """The shape of an output in which microbatches (and data ranks, where each rank gets the whole) are joined."""
+    degree = plan.mesh.degree("dp")
+    shares = pieces(batch, degree)
+    mine = text.mesh.coordinate(text.rank).get("dp", 0)
+    if out.partial:
+        return value.at(1)
+    if out.dim is None:
+        return value.at(pieces(shares[mine if training else 0], plan.microbatches)[0])
+    counted = [shares[mine]] if training else shares
+    shapes = [value.at(size) for share in counted for size in pieces(share, plan.microbatches)]
+    return (*shapes[0][: out.dim], sum(shape[out.dim] for shape in shapes), *shapes[0][out.dim + 1 :])
+
+
+def _check_total(text: Text, partial: Sequence[Output], makers: Mapping[str, int], plan: Plan) -> None:
+    """Sums over the world have the part of every microbatch from the rank that makes them, and nothing from others."""
+    every = list(range(plan.microbatches))
+    made = sum(makers[out.name] in text.stages for out in partial)
+    for event in (event for event in text.events if event.call == "total"):
+        parts = [spec.microbatch for spec in event.what[1:] if spec is not None]
+        if parts and (sorted(parts, key=str) != sorted(every, key=str) or not made):
+            problem = f"it sums the parts of the microbatches {parts}"
+            raise fault("outputs", text.at(event), problem, f"pass those of {every if made else 'none'}, each once")
+        made -= bool(parts)
+    if made:
+        raise fault("outputs", f"rank {text.rank}", f"{made} outputs made here are not summed", "pass their parts to world.total")

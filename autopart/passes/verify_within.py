@@ -1,0 +1,210 @@
+"""Rules within a rank: every microbatch's work is done, parameters are read as placed, gradients added and reduced once."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from autopart.codegen.recording import Event
+from autopart.errors import VerificationError
+from autopart.ir.action import Action, Kind
+from autopart.ir.staged import Staged
+from autopart.ir.state import State, Unit
+from autopart.passes.verify_texts import Text, fault
+
+READS = ("parameters", "all_gather")
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What the graph needs of one microbatch on one stage.
+
+    `forward` and `backward`: the units that are read. `contributions`: by unit, how many segments make gradients for it.
+    `graded`: by unit, the places of the parameters that get one.
+    """
+
+    forward: frozenset[str]
+    backward: frozenset[str]
+    contributions: Mapping[str, int]
+    graded: Mapping[str, frozenset[int]]
+
+
+def needs(staged: Staged, stage: int) -> Needs:
+    """What the segments of a stage read and contribute to."""
+    homes = {p.target: (unit.name, i) for unit in staged.state.units for i, p in enumerate(unit.parameters)}
+    forward: set[str] = set()
+    backward: set[str] = set()
+    contributions: Counter[str] = Counter()
+    graded: dict[str, frozenset[int]] = {}
+    for segment in staged.stages[stage]:
+        forward.update(homes[target][0] for target in segment.forward_parameters)
+        if staged.segmented.bodies[segment.body].backward is not None:
+            backward.update(homes[target][0] for target in segment.backward_parameters)
+            contributions.update({homes[target][0] for target in segment.gradients})
+            for unit, position in (homes[target] for target in segment.gradients):
+                graded[unit] = graded.get(unit, frozenset()) | {position}
+    return Needs(frozenset(forward), frozenset(backward), contributions, graded)
+
+
+def work(text: Text, needed: Sequence[Needs], state: State, microbatches: int, training: bool) -> int:
+    """Check the rank's actions and what they read; the number of actions."""
+    done = Counter(event.action for event in text.events if event.call == "action")
+    due = [
+        Action(kind, stage, k)
+        for stage in text.stages
+        for k in range(microbatches)
+        for kind in ((Kind.F, Kind.B) if training else (Kind.F,))
+    ]
+    for action in dict.fromkeys([*due, *(action for action in done if action is not None)]):
+        count, wanted = done[action], int(action in due)
+        if count != wanted:
+            remedy = "each microbatch needs one forward and one backward" if training else "one forward is needed"
+            raise fault("work", text.during(action), f"performed {count} times, not {wanted}", f"{remedy} on every stage held")
+    _check_reads(text, needed, state)
+    return len(due)
+
+
+def _check_reads(text: Text, needed: Sequence[Needs], state: State) -> None:
+    degree = text.mesh.degree("dp")
+    seen: dict[Action, set[str]] = {event.action: set() for event in text.events if event.call == "action" and event.action}
+    for event in text.events:
+        if event.call not in READS:
+            continue
+        unit = state.unit(event.unit)
+        holders = set(unit.stages) & ({event.within.stage} if event.within else set(text.stages))
+        if not holders:
+            raise fault("work", text.at(event), f"it is on stages {unit.stages}", "read the units of this stage")
+        if unit.gathered(degree) != (event.call == "all_gather"):
+            kept, call = ("in parts", 'all_gather(..., axis="dp")') if unit.gathered(degree) else ("whole", "parameters(...)")
+            raise fault("work", text.at(event), f"each rank keeps it {kept}", f"read it with world.{call}")
+        if event.within is not None:
+            seen[event.within].add(unit.name)
+    for action, names in seen.items():
+        wanted = needed[action.stage].forward if action.kind is Kind.F else needed[action.stage].backward
+        if missing := sorted(wanted - names):
+            problem = f'the parameters of "{missing[0]}" are not read'
+            raise fault("work", text.during(action), problem, "call the layer, with the parameters from the world")
+
+
+def gradients(text: Text, needed: Sequence[Needs], state: State) -> tuple[int, int]:
+    """Check contributions, reductions and gathers of the step; the number of contributions and of reductions."""
+    contributions = _check_contributions(text, needed, state)
+    trained = {name for stage in needed for name in stage.contributions}
+    reductions = sum(_check_reduced(text, unit, unit.name in trained) for unit in _held(text, state))
+    _check_foreign(text, state)
+    for unit in _held(text, state):
+        _check_regathered(text, unit)
+    return contributions, reductions
+
+
+def _held(text: Text, state: State) -> Iterator[Unit]:
+    return (unit for unit in state.units if set(unit.stages) & set(text.stages))
+
+
+def contributes(event: Event) -> bool:
+    """Whether a call adds gradients of one microbatch."""
+    return event.call == "accumulate" or (event.call == "reduce_scatter" and bool(event.what))
+
+
+def reduces(event: Event) -> bool:
+    """Whether a call reduces what the step accumulated."""
+    return event.call == "all_reduce" or (event.call == "reduce_scatter" and not event.what)
+
+
+def _check_contributions(text: Text, needed: Sequence[Needs], state: State) -> int:
+    degree = text.mesh.degree("dp")
+    found: dict[Action, Counter[str]] = {}
+    places: dict[tuple[Action, str], set[int]] = {}
+    for event in text.events:
+        if event.call == "action" and event.action is not None and event.action.kind is Kind.B:
+            found[event.action] = Counter()
+        if not contributes(event):
+            continue
+        unit, action = state.unit(event.unit), event.within
+        if action is None or action.kind is not Kind.B:
+            raise fault("gradients", text.at(event), "it is outside of a backward", "accumulate where gradients are made")
+        at_once = unit.reduced_at_once(degree)
+        if at_once != (event.call == "reduce_scatter") or (at_once and event.axis != "dp"):
+            call = 'reduce_scatter(..., axis="dp")' if at_once else "accumulate(...)"
+            kept = "in parts" if at_once else "whole until the end of the step"
+            raise fault("gradients", text.at(event), f"its gradients are kept {kept}", f"pass them to world.{call}")
+        found[action][unit.name] += 1
+        places.setdefault((action, unit.name), set()).update(i for i, g in enumerate(event.what) if g is not None)
+    for action, counted in found.items():
+        _check_backward(text, action, counted, needed[action.stage], places)
+    return sum(counted.total() for counted in found.values())
+
+
+def _check_backward(
+    text: Text, action: Action, found: Counter[str], need: Needs, places: Mapping[tuple[Action, str], set[int]]
+) -> None:
+    for name in dict.fromkeys([*need.contributions, *found]):
+        wanted = need.contributions.get(name, 0)
+        if found[name] != wanted:
+            problem = f'gradients of "{name}" are added {found[name]} times, but {wanted} layers make some'
+            raise fault("gradients", text.during(action), problem, "add what each layer's backward returns, once")
+        if wanted and places[action, name] != need.graded[name]:
+            problem = f'"{name}" gets gradients for its parameters {sorted(places[action, name])}'
+            remedy = f"the graph makes them for {sorted(need.graded[name])}, counted from 0"
+            raise fault("gradients", text.during(action), problem, remedy)
+
+
+def _check_reduced(text: Text, unit: Unit, trained: bool) -> int:
+    """Each reduction of a unit that the plan needs is there once, after the last contribution; their number."""
+    degree = text.mesh.degree("dp")
+    added = [i for i, event in enumerate(text.events) if contributes(event) and event.unit == unit.name]
+    calls = [(i, event) for i, event in enumerate(text.events) if reduces(event) and event.unit == unit.name]
+    for i, event in calls:
+        if not trained:
+            raise fault("gradients", text.at(event), "it has no gradients", "do not reduce it")
+        if added and i < added[-1]:
+            later = text.where(text.events[added[-1]].line)
+            raise fault("gradients", text.at(event), f"gradients are added after it ({later})", "reduce after the last backward")
+    over_dp = "reduce_scatter" if unit.updated_in_parts(degree) else "all_reduce"
+    wanted = [(over_dp, "dp", ())] if trained and degree > 1 and not unit.reduced_at_once(degree) else []
+    wanted += [("all_reduce", "pp", unit.stages)] if trained and len(unit.stages) > 1 else []
+    counted = Counter((event.call, event.axis, event.stages) for _, event in calls)
+    for key in dict.fromkeys([*wanted, *counted]):
+        if counted[key] != (key in wanted):
+            raise _wrongly_reduced(text, unit, key, counted[key], wanted)
+    return len(calls)
+
+
+def _wrongly_reduced(
+    text: Text, unit: Unit, key: tuple[str, str, tuple[int, ...]], count: int, wanted: Sequence[tuple[str, str, tuple[int, ...]]]
+) -> VerificationError:
+    call, axis, stages = key
+    among = f" among stages {stages}" if stages else ""
+    lines = [text.where(event.line) for event in text.events if event.unit == unit.name and reduces(event)]
+    at = f" ({', '.join(dict.fromkeys(lines))})" if lines else ""
+    problem = f'the gradients of "{unit.name}" go {count} times through {call} over {axis}{among}{at}, not {int(key in wanted)}'
+    whole = ", ".join(f"{call} over {axis}" for call, axis, _ in wanted) or "no reduction at the end of the step"
+    return fault("gradients", f"rank {text.rank}, stage {', '.join(map(str, text.stages))}", problem, f"it needs {whole}, once")
+
+
+def _check_foreign(text: Text, state: State) -> None:
+    """Nothing is done to a unit that the rank does not hold."""
+    held = {unit.name for unit in _held(text, state)}
+    for event in text.events:
+        if event.unit and event.unit not in held:
+            where = f"it is on stages {state.unit(event.unit).stages}"
+            raise fault("gradients", text.at(event), where, f"this rank has stages {text.stages} only")
+
+
+def _check_regathered(text: Text, unit: Unit) -> None:
+    """Parameters that an optimizer updated in parts are made whole once, before they are first read."""
+    degree = text.mesh.degree("dp")
+    calls = [i for i, event in enumerate(text.events) if event.call == "regather" and event.unit == unit.name]
+    wanted = int(unit.updated_in_parts(degree))
+    rank = f"rank {text.rank}, stage {', '.join(map(str, text.stages))}"
+    if len(calls) != wanted:
+        problem = f'the parameters of "{unit.name}" are made whole {len(calls)} times, not {wanted}'
+        remedy = "regather, once, at the start of the step, the units that the optimizer updates in parts"
+        raise fault("work", rank, problem, remedy)
+    if calls and text.events[calls[0]].axis != "dp":
+        raise fault("work", text.at(text.events[calls[0]]), "its parts are on dp", 'name axis="dp"')
+    first = next((i for i, e in enumerate(text.events) if e.call in READS and e.unit == unit.name), len(text.events))
+    if calls and first < calls[0]:
+        raise fault("work", text.at(text.events[calls[0]]), f"it was read before ({text.where(text.events[first].line)})",
+                    "regather at the start of the step")

@@ -1,0 +1,179 @@
+"""The user's parameters as parts: cut to what a rank holds, and brought together again on request."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from autopart.ir.mesh import Mesh
+from autopart.ir.state import Parameter, State, Unit
+from autopart.runtime.states import States, cut
+from autopart.runtime.transport import Transport
+
+
+class Residence:
+    """Where a module's parameters are on this rank.
+
+    Making it is collective: every parameter and buffer takes rank 0's values, then each parameter's data become this rank's
+    part. The Parameter objects stay, so an optimizer made before keeps working.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, transport: Transport, mesh: Mesh, state: State, tied: Mapping[str, str]
+    ) -> None:
+        self.transport, self.mesh, self.state, self.tied = transport, mesh, state, tied
+        self.degree = mesh.degree("dp")
+        self.part = mesh.coordinate(transport.rank).get("dp", 0)
+        self.column = mesh.coordinate(transport.rank).get("pp", 0)
+        self.parameters = dict(model.named_parameters(remove_duplicate=False))
+        self.whole: dict[str, torch.Tensor] = {}
+        self.everyone = tuple(range(transport.size))
+        transport.prepare(self._groups())
+        for buffer in model.buffers():
+            buffer.data = self._from_first(buffer.data)
+        for name in dict.fromkeys(self.tied.values()):
+            self.parameters[name].data = self._from_first(self.parameters[name].data)
+        for unit in state.units:
+            for parameter in unit.parameters:
+                self._cut(unit, parameter)
+
+    def _groups(self) -> list[tuple[int, ...]]:
+        """Every group that programs over this state use, in one order on every rank."""
+        groups = [self.mesh.group(rank, axis) for axis, _ in self.mesh.axes for rank in self.everyone]
+        for unit in self.state.units:
+            for part in range(self.degree):
+                groups.append(tuple(sorted({self.mesh.rank({"pp": stage, "dp": part}) for stage in unit.stages})))
+        return [group for group in dict.fromkeys(groups) if len(group) > 1]
+
+    def _from_first(self, tensor: torch.Tensor) -> torch.Tensor:
+        tensor = tensor.to(self.transport.device)
+        if not tensor.is_contiguous():
+            tensor = tensor.contiguous()
+        self.transport.broadcast(tensor, 0, self.everyone)
+        return tensor
+
+    def _cut(self, unit: Unit, parameter: Parameter) -> None:
+        mine = self.parameters[parameter.target]
+        whole = mine.data
+        if self.column not in unit.stages:
+            mine.data = whole.new_empty((0, *parameter.shape[1:]))
+        elif unit.gathered(self.degree):
+            mine.data = cut(unit, parameter, whole, self.part, self.degree).clone()
+        else:
+            self.whole[parameter.target] = whole
+            mine.data = cut(unit, parameter, whole, self.part, self.degree)
+        if mine.grad is not None:
+            mine.grad = None
+
+    def states(self) -> States:
+        """The state for one step."""
+        parts = {name: parameter.data for name, parameter in self.parameters.items()}
+        return States(self.state, self.mesh, self.transport.rank, parts, self.whole)
+
+    def homes(self) -> dict[str, tuple[Unit, Parameter]]:
+        """The unit of every parameter that is in one."""
+        return {p.target: (unit, p) for unit in self.state.units for p in unit.parameters}
+
+    def gather(self, held: Mapping[str, torch.Tensor | None]) -> dict[str, torch.Tensor]:
+        """Whole CPU tensors out of what every rank holds of each parameter (values or gradients); collective.
+
+        A parameter of which no rank that owns it holds anything is left out.
+        """
+        known = self.transport.all_gather_object([n for n, t in held.items() if t is not None], self.everyone)
+        homes = self.homes()
+        result: dict[str, torch.Tensor] = {}
+        for target in dict.fromkeys(self.tied.values()):
+            if target not in homes:
+                tensor = held.get(target)
+                if tensor is not None:
+                    result[target] = tensor.detach().cpu().clone()
+                continue
+            unit, parameter = homes[target]
+            owners = self.owners(unit)
+            if target not in known[owners[0]]:
+                continue
+            pieces = [self._piece(unit, parameter, held.get(target), part, owner) for part, owner in enumerate(owners)]
+            result[target] = torch.cat(pieces).view(parameter.shape).cpu()
+        return result
+
+    def _piece(
+        self, unit: Unit, parameter: Parameter, mine: torch.Tensor | None, part: int, owner: int
+    ) -> torch.Tensor:
+        """One owner's part of a parameter, flat, on every rank."""
+        if owner == self.transport.rank:
+            assert mine is not None
+            flat = mine.detach().contiguous().reshape(-1).clone()
+        else:
+            parts = self.degree if unit.held_in_parts(self.degree) else 1
+            size = torch.Size(parameter.part_shape(part, parts)).numel()
+            flat = torch.empty(size, dtype=parameter.dtype, device=self.transport.device)
+        if flat.numel():
+            self.transport.broadcast(flat, owner, self.everyone)
+        return flat
+
+    def owners(self, unit: Unit) -> list[int]:
+        """The ranks whose parts make up a unit, in order: those of its first stage, one if the unit is not cut."""
+        parts = self.degree if unit.held_in_parts(self.degree) else 1
+        return [self.mesh.rank({"pp": unit.stages[0], "dp": part}) for part in range(parts)]
+
+    def load(self, whole: Mapping[str, torch.Tensor]) -> None:
+        """Write whole tensors, by parameter name, into this rank's parts."""
+        homes = self.homes()
+        for target, tensor in whole.items():
+            mine = self.parameters[target]
+            if target not in homes:
+                mine.data.copy_(tensor)
+            elif self.column in homes[target][0].stages:
+                unit, parameter = homes[target]
+                if target in self.whole:
+                    self.whole[target].copy_(tensor)
+                else:
+                    mine.data.copy_(cut(unit, parameter, tensor, self.part, self.degree))
+
+    # What the norm functions ask (`runtime.clipping.Holder`)
+
+    def _names(self) -> dict[int, str]:
+        found = {id(p): name for name, p in self.parameters.items()}
+        return found | {id(p.grad): name for name, p in self.parameters.items() if p.grad is not None}
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether `tensor` is one of the module's parameters, or one's gradient."""
+        return id(tensor) in self._names()
+
+    def parameter_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The parameter that `tensor` is, or is the gradient of."""
+        return self.parameters[self._names()[id(tensor)]]
+
+    def owned(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The gradients that this rank counts: its own parts, and whole ones on their first owner only."""
+        names, homes = self._names(), self.homes()
+        grads = []
+        for parameter in parameters:
+            target = self.tied.get(names[id(parameter)], names[id(parameter)])
+            first = [0] if target not in homes else self.owners(homes[target][0])
+            if parameter.grad is not None and self.transport.rank in first:
+                grads.append(parameter.grad)
+        return grads
+
+    def sum_over_world(self, number: torch.Tensor, *, largest: bool = False) -> torch.Tensor:
+        """The sum (or the largest) of a number over all ranks."""
+        every = self.transport.all_gather_object(float(number), self.everyone)
+        return torch.tensor(max(every) if largest else sum(every), dtype=torch.float64, device=self.transport.device)
+
+    def whole_copy(self, model: torch.nn.Module) -> torch.nn.Module:
+        """The module with parameters of whole shapes, for tracing another program: same names, fake contents."""
+        import copy
+
+        memo: dict[int, object] = {}
+        shapes = {p.target: p.shape for unit in self.state.units for p in unit.parameters}
+        for name, parameter in self.parameters.items():
+            shape = shapes.get(self.tied.get(name, name))
+            if shape is not None and id(parameter) not in memo:
+                empty = torch.empty(shape, dtype=parameter.dtype, device=parameter.device)
+                memo[id(parameter)] = torch.nn.Parameter(empty, requires_grad=parameter.requires_grad)
+        session = model.__dict__.pop("_autopart")
+        try:
+            return copy.deepcopy(model, memo)
+        finally:
+            model.__dict__["_autopart"] = session
