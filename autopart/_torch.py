@@ -12,6 +12,8 @@ import torch.utils._pytree as pytree
 from torch._dynamo.exc import Unsupported, UserError
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 __all__ = [
@@ -21,6 +23,7 @@ __all__ = [
     "FakeTensorMode",
     "dynamo_graph",
     "exporting",
+    "is_traced",
     "joint_graph",
     "pytree",
 ]
@@ -39,10 +42,19 @@ def joint_graph(
 
     Placeholders and the output node carry descriptors in ``meta["desc"]``. The graph's `forward` takes two lists.
     """
-    with contextlib.ExitStack() as stack, torch._guards.tracing(None):
+    held = (*module.parameters(), *module.buffers(), *args)
+    # Tensors that the code holds itself (plain attributes, literals) are let into the trace as constants.
+    fake = torch._guards.detect_fake_mode(held) or FakeTensorMode(allow_non_fake_inputs=True)
+    context = torch._guards.TracingContext(fake)
+    with contextlib.ExitStack() as stack, torch._guards.tracing(context), _use_lazy_graph_module(True):
         exported = aot_export_joint_with_descriptors(stack, module, args, decompositions=decompositions)
         graph: torch.fx.GraphModule = exported.graph_module
         return graph
+
+
+def is_traced(tensor: torch.Tensor) -> bool:
+    """Whether a tensor seen while a joint graph is traced was computed by it, or given to it."""
+    return isinstance(tensor, FunctionalTensor)
 
 
 def dynamo_graph(

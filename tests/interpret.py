@@ -87,7 +87,7 @@ def microbatch_values(captured: Captured, call: Call, values: Values, microbatch
     dims = {item.value.name: dict(captured.batch_dims).get(item.target) for item in captured.of_kind("input")}
     sizes = list(pieces(call.batch, microbatches))
     cut = {name: values[name].split(sizes, dim) for name, dim in dims.items() if dim is not None}
-    return [values | {name: parts[k] for name, parts in cut.items()} for k in range(microbatches)]
+    return [values | {name: parts[k].contiguous() for name, parts in cut.items()} for k in range(microbatches)]
 
 
 def part_sizes(captured: Captured, values: Values) -> list[int]:

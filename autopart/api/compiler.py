@@ -21,7 +21,7 @@ from autopart.ir.state import State
 from autopart.passes.costs import costs
 from autopart.passes.emit import emit
 from autopart.passes.normalise import normalise
-from autopart.passes.predict import with_traffic
+from autopart.passes.predict import with_memory, with_traffic
 from autopart.passes.schedule import schedule as scheduled
 from autopart.passes.segment import segment
 from autopart.passes.split import split
@@ -67,7 +67,8 @@ def solve(
         fingerprint=fingerprint(captured),
     )
     staged = split(segmented, chosen)
-    return with_traffic(chosen, staged, scheduled(staged, chosen))
+    lowered = scheduled(staged, chosen)
+    return with_memory(with_traffic(chosen, staged, lowered), staged, lowered)
 
 
 def lower(segmented: Segmented, plan: Plan, *, state: State | None = None, check: bool = True) -> Program:

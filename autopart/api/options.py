@@ -48,6 +48,8 @@ class Options:
             raise TypeError("batch: expected a mapping from input names to their batch dim, such as {'mask': None}")
         if self.mesh is not None and not isinstance(self.mesh, Mapping | Mesh):
             raise TypeError(f"mesh: expected a mapping such as {{'pp': 2, 'dp': 2}}, not {self.mesh!r}")
+        if self.mesh is not None:
+            self.axes()  # refuses unknown axes and sizes
         if self.mesh is not None and self.devices is not None and self.axes().size != self.devices:
             raise ValueError(f"mesh: {self.axes()} is {self.axes().size} devices, but devices={self.devices}")
         if isinstance(self.placement, str):

@@ -232,7 +232,8 @@ class Session:
         inputs = dict(call.tensors)
         for out in captured.outputs:
             if out.kind == "output" and out.name not in given and self.transport is None:
-                outputs[out.name] = _joined(out.name, out.dim if captured.training else None, results)
+                joined = _joined(out.name, out.dim if captured.training else None, results)
+                outputs |= {} if joined is None else {out.name: joined}
         if captured.training:
             assert captured.loss is not None
             outputs[captured.loss] = delivering(outputs[captured.loss], self._gradients(model, program, results))
@@ -248,7 +249,7 @@ class Session:
         """(parameter, gradient) in what this process holds of each: parts, or whole ones where it has all ranks."""
         parameters = dict(model.named_parameters(remove_duplicate=False))
         mesh = program.plan.mesh
-        pairs = []
+        pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
         for unit in program.state.units:
             if not unit.trainable:
                 continue

@@ -12,7 +12,8 @@ from autopart.capture import direct, dynamo
 from autopart.capture.call import Call, read_call
 from autopart.capture.convert import convert
 from autopart.capture.guard import untouched
-from autopart.capture.trace import Names
+from autopart.capture.trace import Names, Trace, where
+from autopart.errors import CaptureError
 from autopart.ir.captured import Captured
 
 ROUTES = {"compile": dynamo.trace, "direct": direct.trace}
@@ -29,9 +30,8 @@ def read(
     target: Any = _NO_TARGET,
 ) -> Call:
     """The call as data: leaves, paths, batch dims. `target`, if given, is one more positional argument, for `loss_fn`."""
-    names = tuple(inspect.signature(module.forward).parameters)
     positional = tuple(args) if target is _NO_TARGET else (*args, target)
-    return read_call(positional, kwargs or {}, batch, names)
+    return read_call(positional, kwargs or {}, batch, inspect.signature(module.forward))
 
 
 def capture(
@@ -56,5 +56,30 @@ def capture(
     names = Names.of(module)
     small = max(call.batch, 2)
     with untouched(module):
-        traces = [ROUTES[route](module, call.resized(size), loss_fn, target, names) for size in (small, 2 * small)]
+        traces = [_trace(route, module, call, size, loss_fn, target, names) for size in (small, 2 * small)]
+    if traces[0].training:
+        for path, tensor in call.tensors:
+            if tensor.requires_grad:
+                raise CaptureError(f"{path} requires grad, and gradients of inputs are not delivered yet; pass it detached")
     return convert(traces[0], traces[1], call, names)
+
+
+def _trace(
+    route: str,
+    module: torch.nn.Module,
+    call: Call,
+    batch: int,
+    loss_fn: Callable[..., Any] | None,
+    target: bool,
+    names: Names,
+) -> Trace:
+    try:
+        return ROUTES[route](module, call.resized(batch), loss_fn, target, names)
+    except (RuntimeError, ValueError, TypeError, IndexError, AssertionError) as error:
+        if batch == call.batch:
+            raise
+        raise CaptureError(
+            f"{where(error, module)}: the call cannot be made with {batch} samples ({error}), but its {call.batch} samples are to "
+            f"be split; name the batch dim of inputs where it is not dim 0, None for those that hold no samples: batch={{...}}. "
+            f"Inputs: {call.describe()}"
+        ) from error

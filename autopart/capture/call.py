@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from inspect import Signature
 from typing import Any
 
 import torch
@@ -41,6 +42,14 @@ class Call:
         )
         return replace(self, leaves=leaves, batch=batch)
 
+    def describe(self) -> str:
+        """The tensors with their shapes, and which of their dims hold samples."""
+        return ", ".join(
+            f"{label} {list(leaf.shape)} {'not split' if dim is None else f'split along dim {dim}'}"
+            for label, leaf, dim in zip(self.labels, self.leaves, self.dims, strict=True)
+            if isinstance(leaf, torch.Tensor)
+        )
+
     def unflatten(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The call's args and kwargs."""
         args, kwargs = _torch.pytree.tree_unflatten(list(self.leaves), self.spec)
@@ -51,16 +60,21 @@ class Call:
         return (str(self.spec), *(_leaf_key(leaf, dim) for leaf, dim in zip(self.leaves, self.dims, strict=True)))
 
 
-def read_call(args: tuple[Any, ...], kwargs: Mapping[str, Any], batch: Mapping[str, int | None] | None, names: tuple[str, ...]) -> Call:
+def read_call(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any], batch: Mapping[str, int | None] | None, signature: Signature
+) -> Call:
     """Flatten a call and find the batch dim of every tensor.
 
-    `batch` maps an input's name (a parameter of `forward`, listed in `names`, or a full path) to its batch dim or None.
-    Unnamed tensors are split at dim 0 where its size equals that of the first tensor input.
+    `batch` maps an input's name (a parameter in `forward`'s signature, or a full path) to its batch dim or None. Unnamed
+    tensors are split at dim 0 where its size equals that of the first tensor input. Raises TypeError or ValueError for a
+    `batch` that does not fit the call.
     """
     pairs, spec = _torch.pytree.tree_flatten_with_path((tuple(args), dict(kwargs)))
     paths = tuple(_path(keys) for keys, _ in pairs)
-    leaves = tuple(leaf for _, leaf in pairs)
-    named = _named_dims(paths, dict(batch or {}), names)
+    leaves = tuple(_contiguous(leaf) for _, leaf in pairs)
+    slots = tuple(p.name for p in signature.parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD))
+    known = slots + tuple(p.name for p in signature.parameters.values() if p.kind is p.KEYWORD_ONLY)
+    named = _named_dims(paths, leaves, batch, slots, known)
     size = _batch_size(paths, leaves, named)
     dims = tuple(
         None
@@ -76,17 +90,38 @@ def read_call(args: tuple[Any, ...], kwargs: Mapping[str, Any], batch: Mapping[s
                 f"batch: {path} has {leaf.shape[dim]} samples along dim {dim}, but the batch has {size}; "
                 f"name the batch dim of every input whose batch is elsewhere, for example batch={{'{path}': None}}"
             )
-    return Call(leaves, paths, spec, dims, size, tuple(_label(path, names) for path in paths))
+    return Call(leaves, paths, spec, dims, size, tuple(_label(path, slots) for path in paths))
 
 
-def _named_dims(paths: tuple[str, ...], batch: dict[str, int | None], names: tuple[str, ...]) -> dict[str, int | None]:
+def _contiguous(leaf: Any) -> Any:
+    """Parts of the batch are contiguous, so the whole is read that way too: strides decide which operators are traced."""
+    return leaf.contiguous() if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided else leaf
+
+
+def _named_dims(
+    paths: tuple[str, ...],
+    leaves: tuple[Any, ...],
+    batch: Mapping[str, int | None] | None,
+    slots: tuple[str, ...],
+    known: tuple[str, ...],
+) -> dict[str, int | None]:
+    """The dim that `batch` gives for each path it speaks of; a name speaks of all tensors within that argument."""
+    if batch is not None and not isinstance(batch, Mapping):
+        raise TypeError(f"batch: expected a mapping from input names to dims, not {type(batch).__name__}")
+    tensors = {path: leaf for path, leaf in zip(paths, leaves, strict=True) if isinstance(leaf, torch.Tensor)}
     named: dict[str, int | None] = {}
-    for name, dim in batch.items():
-        prefixes = {name, f"kwargs['{name}']"} | ({f"args[{names.index(name)}]"} if name in names else set())
-        hits = [p for p in paths if any(p == q or p.startswith((q + "[", q + ".")) for q in prefixes)]
-        if not hits and name not in names:
-            raise ValueError(f"batch: no input is called {name!r}; the inputs of this call are {', '.join(paths)}")
-        named.update(dict.fromkeys(hits, dim))
+    for name, dim in (batch or {}).items():
+        if dim is not None and (not isinstance(dim, int) or isinstance(dim, bool)):
+            raise TypeError(f"batch: the dim of {name!r} must be a whole number or None, not {dim!r}")
+        prefixes = {name, f"kwargs['{name}']"} | ({f"args[{slots.index(name)}]"} if name in slots else set())
+        hits = [p for p in tensors if any(p == q or p.startswith((q + "[", q + ".")) for q in prefixes)]
+        if not hits and name not in known:
+            raise ValueError(f"batch: no input is called {name!r}; the tensors of this call are {', '.join(tensors)}")
+        for path in hits:
+            rank = tensors[path].dim()
+            if dim is not None and not -rank <= dim < rank:
+                raise ValueError(f"batch: {path} has {rank} dims, so its batch cannot be dim {dim}")
+            named[path] = dim % rank if dim is not None else None
     return named
 
 

@@ -5,106 +5,72 @@ from __future__ import annotations
 import operator
 import os
 import re
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 
-from autopart import _torch
+from autopart.capture.annotate import is_user_file
 from autopart.capture.call import Call
-from autopart.capture.trace import Names, Trace, is_user_file
+from autopart.capture.trace import Names, Trace, identity
 from autopart.errors import CaptureError
 from autopart.ir.captured import Captured, Constant, dead_code_eliminated
-from autopart.ir.graph import Arg, Dim, Input, Node, Output, Ref, Size, Value, rename
+from autopart.ir.graph import Arg, Dim, Input, Node, Output, Ref, Size, Value
 
 _ALIASES = ("aten.detach.default", "aten.alias.default", "aten.lift_fresh_copy.default", "aten.lift_fresh.default")
 """Ops that hand their input on: without autograd and without in-place ops they are the value itself."""
 
 
 def convert(small: Trace, large: Trace, call: Call, names: Names) -> Captured:
-    """The one graph behind two traces. Raises CaptureError where the traces differ in more than sizes affine in the batch."""
-    merge = _Merge(small, large)
+    """The one graph behind two traces. Raises CaptureError where the traces differ in more than sizes affine in the batch.
+
+    Inputs come in the module's and the call's order, whether the graph reads them or not, so that the two capture routes agree:
+    parameters, buffers, the call's tensors, constants, tangents.
+    """
     if small.outputs != large.outputs or small.result != large.result:
         raise CaptureError("the module returns another structure at another batch size; what it returns must not depend on it")
-    inputs = merge.inputs()
+    merge = _Merge(small, large, call, names)
     nodes = merge.nodes()
-    outputs = merge.outputs()
-    by_index = {out.target: out.name for out in outputs if out.kind in ("loss", "output", "unused")}
-    by_path = {item.target: item.value.name for item in inputs if item.kind == "input"}
-    result: list[str | tuple[str, Any]] = []
-    for kind, what in small.result:
-        if kind == "literal":
-            result.append(("literal", what))
-        else:
-            result.append(by_index[str(what)] if kind == "output" else by_path[what])
-    used = {name for name in result if isinstance(name, str)}
-    kept = tuple(out for out in outputs if out.kind not in ("output", "unused") or out.name in used)
     captured = Captured(
-        inputs=inputs,
+        inputs=merge.inputs(),
         nodes=nodes,
-        outputs=kept,
+        outputs=merge.outputs(),
         training=small.training,
         batch=call.batch,
         batch_dims=tuple((p, d) for p, d in zip(call.paths, call.dims, strict=True) if d is not None),
         tree=small.tree,
-        result=tuple(result),
+        result=merge.result(),
         tied=names.tied,
-        constants=merge.constants(),
+        constants=tuple(merge.constants),
     )
-    return _renamed(dead_code_eliminated(captured), call)
-
-
-def _renamed(captured: Captured, call: Call) -> Captured:
-    """Inputs and outputs under names that a person would give: a parameter's path, the argument's name, ``loss``."""
-    taken: set[str] = {name for node in captured.nodes for name in node.names()}
-    names: dict[str, str] = {}
-    labels = dict(zip(call.paths, call.labels, strict=True))
-    for item in captured.inputs:
-        wish = re.sub(r"\W+", "_", labels.get(item.target, "tangent" if item.kind == "tangent" else item.target))
-        wish = wish.strip("_") if not wish.strip("_")[:1].isdigit() else f"p{wish}"
-        while wish in taken:
-            wish += "_"
-        taken.add(wish)
-        names[item.value.name] = wish
-    for out in captured.outputs:
-        if out.kind in ("loss", "output") and out.name not in names:
-            wish = "loss" if out.kind == "loss" else f"output_{out.target}"
-            names[out.name] = wish if wish not in taken else f"{wish}_"
-    inputs = tuple(
-        replace(item, value=replace(item.value, name=names[item.value.name])) for item in captured.inputs
-    )
-    nodes = tuple(
-        replace(
-            node,
-            args=rename(node.args, names),
-            kwargs=tuple((key, rename(arg, names)) for key, arg in node.kwargs),
-            outs=tuple(o if o is None else replace(o, name=names.get(o.name, o.name)) for o in node.outs),
-        )
-        for node in captured.nodes
-    )
-    outputs = tuple(replace(out, name=names.get(out.name, out.name)) for out in captured.outputs)
-    result = tuple(names.get(item, item) if isinstance(item, str) else item for item in captured.result)
-    return replace(captured, inputs=inputs, nodes=nodes, outputs=outputs, result=result)
+    if captured.training and not any(out.kind == "grad" for out in captured.outputs):
+        raise CaptureError("the loss requires grad, but no parameter gets a gradient from it")
+    return dead_code_eliminated(captured)
 
 
 class _Merge:
-    """Walks two graphs in step. `alias` maps an FX node's name to the value that stands for it."""
+    """Walks two graphs in step. `alias` maps an FX node's name to the value that stands for it, `named` to its new name."""
 
-    def __init__(self, small: Trace, large: Trace) -> None:
-        self.small, self.large = small, large
-        self.alias: dict[str, Arg] = {}
-        self.held: list[Constant] = []
+    def __init__(self, small: Trace, large: Trace, call: Call, names: Names) -> None:
+        self.small, self.large, self.call, self.owned = small, large, call, names
         self.pairs = self._pairs()
-        self.primals = [n for n, _ in self.pairs if n.op == "placeholder" and not n.name.startswith("tangents")]
-        self.targets = dict(zip((n.name for n in self.primals), small.inputs, strict=True))
+        self.alias: dict[str, Arg] = {}
+        self.constants: list[Constant] = []
+        self.tangents: list[Input] = []
+        self.taken = {node.name for node, _ in self.pairs}
+        self.output = small.graph.graph.output_node()
+        self.position = _positions(small.result)
+        self.named = self._output_names()
+        self.held: dict[tuple[str, str], Input] = {}
+        self.primals: dict[Any, tuple[str, str]] = {}  # by descriptor
+        self._bind_inputs()
 
     def _pairs(self) -> list[tuple[torch.fx.Node, torch.fx.Node]]:
         one, two = list(self.small.graph.graph.nodes), list(self.large.graph.graph.nodes)
         for a, b in zip(one, two, strict=False):
             if a.op != b.op or (a.op == "call_function" and a.target != b.target):
                 raise CaptureError(
-                    f"{source(a) or a.name}: the module does another computation at another batch size ({a.target} at batch "
+                    f"{_at(a)}: the module does another computation at another batch size ({a.target} at batch "
                     f"{self.small.batch}, {b.target} at {self.large.batch}); if an input's batch is not dim 0, say so with batch="
                 )
         if len(one) != len(two):
@@ -114,53 +80,83 @@ class _Merge:
             )
         return list(zip(one, two, strict=True))
 
-    def inputs(self) -> tuple[Input, ...]:
-        made: list[Input] = []
-        tangents = 0
-        for a, b in self.pairs:
-            if a.op == "placeholder":
-                value = self.value(a.name, a.meta["val"], b.meta["val"], a)
-                if a.name in self.targets:
-                    kind, target, tensor = self.targets[a.name]
-                    first = next((m for m in made if (m.kind, m.target) == (kind, target)), None)
-                    if first is not None:  # a tied parameter arrives once a name; its gradients are summed as partials
-                        self.alias[a.name] = Ref(first.value.name)
-                        continue
-                    made.append(Input(value, kind, target, kind == "parameter" and tensor.requires_grad))
-                    if kind == "constant":
-                        self.held.append(Constant(target, tensor))
-                else:
-                    made.append(Input(value, "tangent", str(tangents)))
-                    tangents += 1
-            elif a.op == "get_attr":
-                tensor = getattr(self.small.graph, str(a.target))
-                made.append(Input(self.value(a.name, tensor, tensor, a), "constant", a.name))
-                self.held.append(Constant(a.name, tensor))
-        return tuple(made)
+    # Inputs
 
-    def constants(self) -> tuple[Constant, ...]:
-        return tuple(self.held)
+    def _bind_inputs(self) -> None:
+        """An Input for everything that the graph may read, and an alias to it for every placeholder."""
+        for name, parameter in self.owned.tensors.items():
+            self._hold("parameter", name, name, tuple(parameter.shape), parameter)
+        for path, dim, label in zip(self.call.paths, self.call.dims, self.call.labels, strict=True):
+            tensor = dict(self.call.tensors).get(path)
+            if tensor is not None:
+                shape = tuple(Size(1) if i == dim else int(size) for i, size in enumerate(tensor.shape))
+                self._hold("input", path, label, shape, tensor)
+        given = iter(self.small.inputs)
+        for node, _ in self.pairs:
+            if node.op == "get_attr":
+                self._constant(node, getattr(self.small.graph, str(node.target)))
+            elif node.op == "placeholder" and node.name.startswith("tangents"):
+                made = Input(Value(self._fresh("tangent"), (), node.meta["val"].dtype), "tangent", "loss")
+                self.tangents.append(made)
+                self.alias[node.name] = Ref(made.value.name)
+            elif node.op == "placeholder":
+                kind, target, tensor = next(given)
+                self.primals[node.meta["desc"]] = (kind, target)
+                if kind == "constant":
+                    self._constant(node, tensor)
+                    continue
+                if (kind, target) not in self.held:
+                    self._hold(kind, target, target, tuple(tensor.shape), tensor)
+                self.alias[node.name] = Ref(self.held[kind, target].value.name)
+
+    def _hold(self, kind: str, target: str, label: str, shape: tuple[Dim, ...], tensor: torch.Tensor) -> None:
+        value = Value(self._fresh(label), shape, tensor.dtype)
+        self.held[kind, target] = Input(value, kind, target, kind == "parameter" and tensor.requires_grad)
+
+    def _constant(self, node: torch.fx.Node, tensor: torch.Tensor) -> None:
+        """One constant a tensor, however many names the trace has for it."""
+        same = (c.name for c in self.constants if identity(c.tensor) == identity(tensor))
+        name = next(same, f"constant{len(self.constants)}")
+        if ("constant", name) not in self.held:
+            self.constants.append(Constant(name, tensor))
+            self._hold("constant", name, name, tuple(tensor.shape), tensor)
+        self.alias[node.name] = Ref(self.held["constant", name].value.name)
+
+    def inputs(self) -> tuple[Input, ...]:
+        buffers = {name: i for i, name in enumerate(self.owned.buffers.values())}
+        kinds = ("parameter", "buffer", "input", "constant")
+        held = sorted(self.held.values(), key=lambda i: (kinds.index(i.kind), buffers.get(i.target, 0)))
+        return (*held, *self.tangents)
+
+    def _fresh(self, wish: str) -> str:
+        """A name that a person would give, not yet taken: a parameter's path, the argument's name."""
+        name = re.sub(r"\W+", "_", wish).strip("_")
+        name = f"p{name}" if name[:1].isdigit() or not name else name
+        while name in self.taken:
+            name += "_"
+        self.taken.add(name)
+        return name
+
+    # Nodes
 
     def nodes(self) -> tuple[Node, ...]:
-        getitems: dict[str, dict[int, torch.fx.Node]] = {}
+        items: dict[str, dict[int, torch.fx.Node]] = {}
         for a, _ in self.pairs:
             if a.target is operator.getitem:
-                getitems.setdefault(a.args[0].name, {})[a.args[1]] = a  # type: ignore[union-attr, index]
-        backward: set[str] = {n.name for n, _ in self.pairs if n.name.startswith("tangents")}
+                items.setdefault(a.args[0].name, {})[a.args[1]] = a  # type: ignore[union-attr, index]
         twins = dict(self.pairs)
-        made = []
+        made, backward = [], False
         for a, b in self.pairs:
             if a.op != "call_function" or a.target is operator.getitem:
-                if a.target is operator.getitem and a.args[0].name in backward:  # type: ignore[union-attr]
-                    backward.add(a.name)
                 continue
-            if a.meta.get("partitioner_tag") == "is_backward" or any(i.name in backward for i in a.all_input_nodes):
-                backward.add(a.name)
+            # The joint trace runs the whole forward first: what comes after the first use of a tangent is backward.
+            backward = backward or a.meta.get("partitioner_tag") == "is_backward"
+            backward = backward or any(i.name.startswith("tangents") for i in a.all_input_nodes)
             opname = str(a.target)
             if opname in _ALIASES:
                 self.alias[a.name] = self.argument(a.args[0], b.args[0], a)
-            elif opname != "aten._assert_tensor_metadata.default":
-                made.append(self.node(a, b, getitems.get(a.name, {}), twins, a.name in backward))
+            elif not opname.startswith("aten._assert"):
+                made.append(self.node(a, b, items.get(a.name, {}), twins, backward))
         return tuple(made)
 
     def node(
@@ -171,60 +167,31 @@ class _Merge:
         twins: Mapping[torch.fx.Node, torch.fx.Node],
         backward: bool,
     ) -> Node:
-        single = isinstance(a.meta["val"], torch.Tensor)
+        result = a.meta.get("val")
         outs: tuple[Value | None, ...]
-        if single:
-            outs = (self.value(a.name, a.meta["val"], b.meta["val"], a),)
+        if isinstance(result, torch.Tensor):
+            outs = (self.value(a, b),)
+        elif isinstance(result, list | tuple):
+            found = (items.get(i) for i in range(len(result)))
+            outs = tuple(self.value(n, twins[n]) if n is not None else None for n in found)
         else:
-            found = (items.get(i) for i in range(len(a.meta["val"])))
-            outs = tuple(
-                self.value(n.name, n.meta["val"], twins[n].meta["val"], n) if n is not None else None for n in found
-            )
-        kwargs = tuple((key, self.argument(a.kwargs[key], b.kwargs[key], a)) for key in a.kwargs)
+            raise CaptureError(f"{_at(a)}: {a.target} has an effect other than its result, which a program of parts cannot keep")
         return Node(
             op=a.target,  # type: ignore[arg-type]
             args=tuple(self.argument(x, y, a) for x, y in zip(a.args, b.args, strict=True)),
-            kwargs=kwargs,
+            kwargs=tuple((key, self.argument(a.kwargs[key], b.kwargs[key], a)) for key in a.kwargs),
             outs=outs,
-            single=single,
+            single=isinstance(result, torch.Tensor),
             backward=backward,
             module=module_path(a),
             source=source(a),
             sequence=int(a.meta.get("seq_nr", -1)),
         )
 
-    def outputs(self) -> tuple[Output, ...]:
-        node = self.small.graph.graph.output_node()
-        flat = list(node.args[0])  # type: ignore[arg-type]
-        descriptors = list(node.meta["desc"])
-        made: list[Output] = []
-        position = 0
-        for item, desc in zip(flat, descriptors, strict=True):
-            kind = type(desc).__name__
-            if kind == "PlainAOTOutput":
-                what, target = self.small.outputs[position]
-                made.append(Output(self.name(item), what, target))
-                position += 1
-            elif kind == "GradAOTOutput" and item is not None:
-                primal = self.primal(desc.grad_of)
-                if self.targets[primal][0] == "parameter":
-                    made.append(Output(self.name(item), "grad", self.targets[primal][1]))
-            elif kind == "InputMutationAOTOutput":
-                primal = self.primal(desc.mutated_input)
-                made.append(Output(self.name(item), "mutation", self.targets[primal][1]))
-        return tuple(made)
-
-    def primal(self, descriptor: Any) -> str:
-        return next(n.name for n in self.primals if n.meta["desc"] == descriptor)
-
-    def name(self, node: torch.fx.Node) -> str:
-        found = self.argument(node, node, node)
-        assert isinstance(found, Ref)
-        return found.name
-
-    def value(self, name: str, one: torch.Tensor, two: torch.Tensor, at: torch.fx.Node) -> Value:
-        shape = tuple(self.dim(int(x), int(y), at) for x, y in zip(one.shape, two.shape, strict=True))
-        return Value(name, shape, one.dtype)
+    def value(self, a: torch.fx.Node, b: torch.fx.Node) -> Value:
+        one, two = a.meta["val"], b.meta["val"]
+        shape = tuple(self.dim(int(x), int(y), a) for x, y in zip(one.shape, two.shape, strict=True))
+        return Value(self.named.get(a.name, a.name), shape, one.dtype)
 
     def dim(self, one: int, two: int, at: torch.fx.Node) -> Dim:
         if one == two:
@@ -234,7 +201,7 @@ class _Merge:
         # A quadratic size has a large negative constant: two sizes fit any line, so keep to lines that go near the origin.
         if rest or abs(size.constant) >= max(self.small.batch, 2):
             raise CaptureError(
-                f"{source(at) or at.name}: the size {one} at batch {self.small.batch} becomes {two} at batch "
+                f"{_at(at)}: the size {one} at batch {self.small.batch} becomes {two} at batch "
                 f"{self.large.batch}, which is no multiple of the batch; name inputs whose batch is not dim 0 with batch="
             )
         return size
@@ -242,7 +209,7 @@ class _Merge:
     def argument(self, one: Any, two: Any, at: torch.fx.Node) -> Arg:
         match one:
             case torch.fx.Node():
-                return self.alias.get(one.name, Ref(one.name))
+                return self.alias.get(one.name, Ref(self.named.get(one.name, one.name)))
             case list() | tuple():
                 return tuple(self.argument(x, y, at) for x, y in zip(one, two, strict=True))
             case bool() | None | str():
@@ -253,7 +220,7 @@ class _Merge:
                 return self.number(one, two, at)
         if one != two and not (isinstance(one, float) and one != one and two != two):
             raise CaptureError(
-                f"{source(at) or at.name}: the constant {one!r} at batch {self.small.batch} becomes {two!r} at "
+                f"{_at(at)}: the constant {one!r} at batch {self.small.batch} becomes {two!r} at "
                 f"{self.large.batch}; what is computed must not depend on the batch size"
             )
         return one
@@ -263,9 +230,69 @@ class _Merge:
             if abs(size.at(self.large.batch) - two) <= 1e-12 * abs(two):
                 return size
         raise CaptureError(
-            f"{source(at) or at.name}: the number {one} at batch {self.small.batch} becomes {two} at {self.large.batch}, "
+            f"{_at(at)}: the number {one} at batch {self.small.batch} becomes {two} at {self.large.batch}, "
             "neither proportional nor inversely proportional to the batch"
         )
+
+    # Outputs
+
+    def _output_names(self) -> dict[str, str]:
+        """Names for the nodes that make outputs: ``loss``, ``output_2`` (the place in the flat result)."""
+        names: dict[str, str] = {}
+        for index, item in enumerate(self._plain_outputs()):
+            while str(item.target) in _ALIASES:
+                item = item.args[0]
+            if index in self.position and item.op == "call_function" and item.name not in names:
+                loss = self.small.outputs[index] == "loss"
+                names[item.name] = self._fresh("loss" if loss else f"output_{self.position[index]}")
+        return names
+
+    def _plain_outputs(self) -> list[Any]:
+        return [item for item, kind, _ in self._described_outputs() if kind == "PlainAOTOutput"]
+
+    def _described_outputs(self) -> Iterable[tuple[Any, str, Any]]:
+        for item, desc in zip(self.output.args[0], self.output.meta["desc"], strict=True):  # type: ignore[arg-type]
+            yield item, type(desc).__name__, desc
+
+    def outputs(self) -> tuple[Output, ...]:
+        """The outputs in the order of the flat result, then gradients in the parameters' order, then mutations."""
+        plain = self._plain_outputs()
+        made = [
+            Output(self.name(plain[index]), self.small.outputs[index], str(place))
+            for index, place in self.position.items()
+        ]
+        grads, mutations = [], []
+        for item, kind, desc in self._described_outputs():
+            if kind == "GradAOTOutput" and item is not None and self.primals[desc.grad_of][0] == "parameter":
+                grads.append(Output(self.name(item), "grad", self.primals[desc.grad_of][1]))
+            elif kind == "InputMutationAOTOutput":
+                mutations.append(Output(self.name(item), "mutation", self.primals[desc.mutated_input][1]))
+        order = {name: i for i, name in enumerate(self.owned.tensors)}
+        return (*made, *sorted(grads, key=lambda out: order[out.target]), *mutations)
+
+    def result(self) -> tuple[str | tuple[str, Any], ...]:
+        plain = self._plain_outputs()
+        made: list[str | tuple[str, Any]] = []
+        for kind, what in self.small.result:
+            if kind == "output":
+                made.append(self.name(plain[what]))
+            else:
+                made.append(("literal", what) if kind == "literal" else self.held["input", what].value.name)
+        return tuple(made)
+
+    def name(self, node: torch.fx.Node) -> str:
+        found = self.argument(node, node, node)
+        assert isinstance(found, Ref)
+        return found.name
+
+
+def _positions(result: tuple[tuple[str, Any], ...]) -> dict[int, int]:
+    """Where in the flat result each output comes first."""
+    places: dict[int, int] = {}
+    for place, (kind, what) in enumerate(result):
+        if kind == "output":
+            places.setdefault(what, place)
+    return places
 
 
 def module_path(node: torch.fx.Node) -> str:
@@ -289,3 +316,7 @@ def source(node: torch.fx.Node) -> str:
         return ""
     file, line, code = user[-1]
     return f"{os.path.basename(file)}:{line}  {code.strip()}"
+
+
+def _at(node: torch.fx.Node) -> str:
+    return source(node) or module_path(node) or node.name

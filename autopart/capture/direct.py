@@ -5,26 +5,26 @@ Module names come from hooks that annotate the nodes made inside a module's forw
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from autopart import _torch
+from autopart.capture.annotate import SourceLines, module_names
 from autopart.capture.call import Call
-from autopart.capture.trace import Names, Trace, find_loss, flatten_result, joint
+from autopart.capture.trace import Names, Trace, find_loss, flatten_result, held_tensor, joint, plain_leaf
 
 
 class _Flat(torch.nn.Module):
-    """The call as a module of flat tensors: inputs in, (loss, other tensors) out; the return value's shape is kept aside."""
+    """The call as a module of flat tensors: inputs in, distinct result tensors out; the return value's shape is kept aside."""
 
     def __init__(self, module: torch.nn.Module, call: Call, run: Callable[..., Any]) -> None:
         super().__init__()
         self.module = module
         self.call_ = call
         self.run = run
-        self.outputs: tuple[tuple[str, str], ...] = ()
+        self.outputs: tuple[str, ...] = ()
         self.result: tuple[tuple[str, Any], ...] = ()
         self.tree: Any = None
         self.training_loss = False
@@ -34,24 +34,27 @@ class _Flat(torch.nn.Module):
         leaves = [next(fresh) if isinstance(x, torch.Tensor) else x for x in self.call_.leaves]
         paths = {id(x): p for x, p in zip(leaves, self.call_.paths, strict=True) if isinstance(x, torch.Tensor)}
         args, kwargs = _torch.pytree.tree_unflatten(leaves, self.call_.spec)
-        value = self.run(self.module, args, kwargs)
+        with SourceLines():
+            value = self.run(self.module, args, kwargs)
         loss = find_loss(value, lambda x: bool(x.requires_grad))
         self.training_loss = loss is not None and loss.requires_grad and torch.is_grad_enabled()
         found, self.tree = flatten_result(value)
-        outputs: list[torch.Tensor] = []
+        held = {id(x) for x in (*self.module.parameters(), *self.module.buffers())}
+        outputs: dict[int, torch.Tensor] = {}
         result: list[tuple[str, Any]] = []
         for leaf in found:
-            if isinstance(leaf, torch.Tensor) and id(leaf) in paths:
+            if not isinstance(leaf, torch.Tensor):
+                result.append(plain_leaf(leaf))
+            elif id(leaf) in paths:
                 result.append(("input", paths[id(leaf)]))
-            elif isinstance(leaf, torch.Tensor):
-                result.append(("output", len(outputs)))
-                outputs.append(leaf)
+            elif id(leaf) in held or not _torch.is_traced(leaf):
+                raise held_tensor()
             else:
-                plain = leaf is None or isinstance(leaf, bool | int | float | str)
-                result.append(("literal", leaf if plain else None))
-        self.outputs = tuple(("loss" if x is loss else "output", str(i)) for i, x in enumerate(outputs))
+                outputs.setdefault(id(leaf), leaf)
+                result.append(("output", list(outputs).index(id(leaf))))
+        self.outputs = tuple("loss" if x is loss else "output" for x in outputs.values())
         self.result = tuple(result)
-        return tuple(x if x is loss and self.training_loss else x.detach() for x in outputs)
+        return tuple(x if x is loss and self.training_loss else x.detach() for x in outputs.values())
 
 
 def trace(module: torch.nn.Module, call: Call, loss_fn: Callable[..., Any] | None, target: bool, names: Names) -> Trace:
@@ -65,7 +68,7 @@ def trace(module: torch.nn.Module, call: Call, loss_fn: Callable[..., Any] | Non
 
     flat = _Flat(module, call, run)
     tensors = tuple(tensor for _, tensor in call.tensors)
-    with _annotated(module), _torch.exporting(), torch.fx.traceback.preserve_node_meta():
+    with _torch.exporting(), torch.fx.traceback.preserve_node_meta(), module_names(module):
         graph = joint(flat, tensors, module)
     inputs = tuple(_input(node.meta["desc"], flat, call, names) for node in graph.graph.nodes if _primal(node))
     return Trace(graph, call.batch, inputs, flat.outputs, flat.result, flat.tree, flat.training_loss)
@@ -87,30 +90,3 @@ def _input(descriptor: Any, flat: _Flat, call: Call, names: Names) -> tuple[str,
         case _:
             path, tensor = call.tensors[descriptor.idx]
             return "input", path, tensor
-
-
-@contextlib.contextmanager
-def _annotated(module: torch.nn.Module) -> Iterator[None]:
-    """Module names on every node made inside a forward, by hooks that are gone afterwards."""
-    open_names: list[contextlib.AbstractContextManager[Any]] = []
-
-    def enter(name: str) -> Callable[..., None]:
-        def hook(*_: Any) -> None:
-            context = torch.fx.traceback.annotate({"module": name})
-            context.__enter__()
-            open_names.append(context)
-
-        return hook
-
-    def leave(*_: Any) -> None:
-        open_names.pop().__exit__(None, None, None)
-
-    with contextlib.ExitStack() as stack:
-        for name, part in module.named_modules():
-            stack.callback(part.register_forward_pre_hook(enter(name)).remove)
-            stack.callback(part.register_forward_hook(leave).remove)
-        try:
-            yield
-        finally:
-            while open_names:  # an exception skips the forward hooks
-                leave()

@@ -14,7 +14,7 @@ import torch
 
 from autopart import _torch
 from autopart.capture.call import Call
-from autopart.capture.trace import Names, Trace, find_loss, flatten_result, joint
+from autopart.capture.trace import Names, Trace, find_loss, flatten_result, held_tensor, joint, plain_leaf
 from autopart.errors import CaptureError
 
 
@@ -65,19 +65,17 @@ def _finish(module: torch.nn.Module, call: Call, value: Any, seen: dict[str, Any
     leaves, tree = flatten_result(value)
     result: list[tuple[str, Any]] = []
     for leaf in leaves:
-        if id(leaf) in metas:
+        if not isinstance(leaf, torch.Tensor):
+            result.append(plain_leaf(leaf))
+        elif id(leaf) in metas:
             result.append(("output", metas[id(leaf)]))
         elif id(leaf) in given:
             result.append(("input", given[id(leaf)]))
         else:
-            plain = leaf is None or isinstance(leaf, bool | int | float | str)
-            result.append(("literal", leaf if plain else None))
+            raise held_tensor()
     graph: torch.fx.GraphModule = seen["graph"]
     _detach_all_but(graph, loss_index if training else None)
-    wanted = {index for kind, index in result if kind == "output"}
-    outputs = tuple(
-        ("loss" if i == loss_index else "output" if i in wanted else "unused", str(i)) for i in range(len(metas))
-    )
+    outputs = tuple("loss" if i == loss_index else "output" for i in range(len(metas)))
     inputs = tuple(_name(tensor, given, names, i) for i, tensor in enumerate(seen["inputs"]))
     joined = joint(graph, tuple(seen["inputs"]), module)
     return Trace(joined, call.batch, inputs, outputs, tuple(result), tree, training)

@@ -5,39 +5,42 @@ from __future__ import annotations
 import contextlib
 import random
 import sys
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
 from autopart.errors import CaptureError
 
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict, Counter)
+
 
 @contextlib.contextmanager
 def untouched(module: torch.nn.Module) -> Iterator[None]:
-    """Put back every submodule's attributes and every random generator afterwards.
+    """Put back every submodule's attributes, plain containers in them, and every random generator afterwards.
 
-    Raises CaptureError if Python's or numpy's generator moved: what the model drew would be frozen into the graph.
+    Hooks on modules are off meanwhile. Raises CaptureError if Python's or numpy's generator moved: what the model drew would be
+    frozen into the graph.
     """
-    attributes = [(part, _copied(part)) for part in module.modules()]
-    generator = torch.get_rng_state()
-    python = random.getstate()
-    numpy = sys.modules.get("numpy")
-    drawn = numpy.random.get_state() if numpy is not None else None
-    moved = False
+    parts = [(part, dict(part.__dict__)) for part in module.modules()]
+    contents = _contents([saved for _, saved in parts])
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    before = _drawn()
     try:
-        yield
-        moved = random.getstate() != python
-        if numpy is not None and drawn is not None:
-            now = numpy.random.get_state()
-            moved = moved or now[2:] != drawn[2:] or not (now[1] == drawn[1]).all()
+        with torch.random.fork_rng(devices):
+            for part, _ in parts:
+                part.__dict__.update({name: OrderedDict() for name in HOOKS})
+            yield
+        moved = repr(_drawn()) != repr(before)
     finally:
-        for part, saved in attributes:
+        for part, saved in parts:
             part.__dict__.clear()
             part.__dict__.update(saved)
-        torch.set_rng_state(generator)
-        random.setstate(python)
-        if numpy is not None and drawn is not None:
-            numpy.random.set_state(drawn)
+        for container, copy in contents:
+            _refill(container, copy)
+        _restore(before)
     if moved:
         raise CaptureError(
             f"{type(module).__name__}.forward draws random numbers from Python or numpy, which would be frozen into the "
@@ -45,7 +48,35 @@ def untouched(module: torch.nn.Module) -> Iterator[None]:
         )
 
 
-def _copied(part: torch.nn.Module) -> dict[str, object]:
-    """The module's attributes, its registries copied one level deep so that edits to them are undone too."""
-    registries = ("_parameters", "_buffers", "_modules")
-    return {k: (dict(v) if k in registries else v) for k, v in part.__dict__.items()}
+def _contents(roots: list[dict[str, Any]]) -> list[tuple[Any, Any]]:
+    """Every plain container within the roots, however deep, with a shallow copy of each."""
+    found: dict[int, tuple[Any, Any]] = {}
+    waiting: list[Any] = [value for root in roots for value in root.values()]
+    while waiting:
+        value = waiting.pop()
+        if type(value) is tuple:
+            waiting.extend(value)
+        elif type(value) in CONTAINERS and id(value) not in found:
+            found[id(value)] = value, value.copy()
+            waiting.extend(value.values() if isinstance(value, dict) else value)
+    return list(found.values())
+
+
+def _refill(container: Any, copy: Any) -> None:
+    container.clear()
+    if isinstance(container, list | deque):
+        container.extend(copy)
+    else:
+        container.update(copy)
+
+
+def _drawn() -> tuple[Any, Any]:
+    """The states of Python's and numpy's generators."""
+    numpy = sys.modules.get("numpy")
+    return random.getstate(), numpy.random.get_state() if numpy is not None else None
+
+
+def _restore(state: tuple[Any, Any]) -> None:
+    random.setstate(state[0])
+    if state[1] is not None:
+        sys.modules["numpy"].random.set_state(state[1])

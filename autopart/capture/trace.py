@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 
 from autopart import _torch
+from autopart.capture.annotate import is_user_file
 from autopart.capture.decompositions import table
 from autopart.errors import CaptureError
 
@@ -17,15 +19,15 @@ from autopart.errors import CaptureError
 class Trace:
     """A joint graph at one batch size.
 
-    `inputs` gives (kind, target, tensor) of each primal placeholder, in order; `outputs` the (kind, target) of each of the
-    graph's first outputs, gradients follow. `result` and `tree` rebuild the user's return value (see `Captured`), with
+    `inputs` gives (kind, target, tensor) of each primal placeholder, in order; `outputs` the kind, "loss" or "output", of each of
+    the graph's first outputs, gradients follow. `result` and `tree` rebuild the user's return value (see `Captured`), with
     ``("output", i)`` for output i and ``("input", path)`` for an input handed back.
     """
 
     graph: torch.fx.GraphModule
     batch: int
     inputs: tuple[tuple[str, str, torch.Tensor], ...]
-    outputs: tuple[tuple[str, str], ...]
+    outputs: tuple[str, ...]
     result: tuple[tuple[str, Any], ...]
     tree: Any
     training: bool
@@ -33,33 +35,62 @@ class Trace:
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """Canonical names: parameters and buffers by identity, so that tied ones have one name."""
+    """Canonical names: parameters and buffers by identity, so that tied ones have one name.
+
+    `tensors` has each parameter once, in the module's order; `tied` maps every name to its canonical one.
+    """
 
     parameters: Mapping[int, str]
     buffers: Mapping[int, str]
+    tensors: Mapping[str, torch.Tensor]
     tied: tuple[tuple[str, str], ...]
 
     @classmethod
     def of(cls, module: torch.nn.Module) -> Names:
-        """The names in `module`, the first of a tied pair being its name."""
+        """The names in `module`, the first of a tied pair being its name.
+
+        Raises CaptureError where parameters share memory without being the same tensor (one a view of the other).
+        """
         parameters: dict[int, str] = {}
-        storages: dict[Any, int] = {}
+        tensors: dict[str, torch.Tensor] = {}
+        first: dict[Any, str] = {}
         tied: list[tuple[str, str]] = []
         for name, parameter in module.named_parameters(remove_duplicate=False):
-            first = storages.setdefault(_identity(parameter), id(parameter))
-            parameters.setdefault(id(parameter), parameters.get(first, name))
-            tied.append((name, parameters[id(parameter)]))
+            canonical = first.setdefault(identity(parameter), name)
+            parameters[id(parameter)] = canonical
+            tensors.setdefault(canonical, parameter)
+            tied.append((name, canonical))
+        _refuse_overlap(tensors)
         buffers: dict[int, str] = {}
         for name, buffer in module.named_buffers(remove_duplicate=False):
             buffers.setdefault(id(buffer), name)
-        return cls(parameters, buffers, tuple(tied))
+        return cls(parameters, buffers, tensors, tuple(tied))
 
 
-def _identity(tensor: torch.Tensor) -> Any:
+def identity(tensor: torch.Tensor) -> Any:
     """Same storage, same layout: the same parameter, even behind two objects. A tensor without storage is only itself."""
-    if tensor.numel() == 0 or tensor.is_meta or isinstance(tensor, _torch.FakeTensor):
+    if not _has_memory(tensor):
         return id(tensor)
     return tensor.data_ptr(), tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    return tensor.numel() > 0 and not tensor.is_meta and not isinstance(tensor, _torch.FakeTensor)
+
+
+def _refuse_overlap(tensors: Mapping[str, torch.Tensor]) -> None:
+    """Two views of one memory are updated together by an optimizer, but not when they lie on two ranks."""
+    spans = []
+    for name, tensor in tensors.items():
+        if _has_memory(tensor):
+            last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+            spans.append((tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size(), name))
+    for (_, end, one), (start, _, two) in itertools.pairwise(sorted(spans)):
+        if start < end:
+            raise CaptureError(
+                f"the parameters {one} and {two} share memory but are not the same tensor (a transpose or a slice); tie them by "
+                "using one Parameter in both places, and transpose or slice it in forward"
+            )
 
 
 def is_container(value: Any) -> bool:
@@ -92,9 +123,20 @@ def find_loss(value: Any, grads: Callable[[Any], bool]) -> Any:
     return None
 
 
-def joint(
-    graph: torch.nn.Module, inputs: tuple[torch.Tensor, ...], module: torch.nn.Module
-) -> torch.fx.GraphModule:
+def plain_leaf(leaf: Any) -> tuple[str, Any]:
+    """A leaf of the result that is no tensor: a number, text or None comes back, another object (a cache) as None."""
+    return "literal", leaf if isinstance(leaf, bool | int | float | str) else None
+
+
+def held_tensor() -> CaptureError:
+    """The refusal of a result that the call did not compute."""
+    return CaptureError(
+        "forward returns a tensor that the call neither computed nor was given (a parameter, a buffer or another tensor that "
+        "the module holds); return a copy of it, such as tensor.clone(), or leave it out of the result"
+    )
+
+
+def joint(graph: torch.nn.Module, inputs: tuple[torch.Tensor, ...], module: torch.nn.Module) -> torch.fx.GraphModule:
     """The joint aten graph of ``graph(*inputs)``, with autopart's decompositions."""
     try:
         return _torch.joint_graph(graph, inputs, table())
@@ -122,8 +164,3 @@ def where(error: BaseException, module: torch.nn.Module) -> str:
         if is_user_file(frame.filename):
             return f"{frame.filename}:{frame.lineno}"
     return type(module).__name__
-
-
-def is_user_file(path: str) -> bool:
-    """Whether a file belongs to the user's program rather than to torch, autopart or Python itself."""
-    return not any(part in path for part in ("/torch/", "/autopart/", "<frozen", "<string>", "/contextlib.py"))

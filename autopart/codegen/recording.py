@@ -1,13 +1,11 @@
 """A world that records: run a rank's text on shapes alone, and see everything that it would do.
 
-Bodies are called once a distinct set of shapes, on tensors without data; everything else about the text is executed as it
-stands. Shapes remember the microbatch that they belong to, so a value that reaches another microbatch's work is refused where
-that happens.
+Bodies are called on shapes (`shapes`); everything else about the text is executed as it stands. Shapes remember the
+microbatch that they belong to, so a value that reaches another microbatch's work is refused where that happens.
 """
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -17,45 +15,10 @@ from typing import Any
 
 import torch
 
-from autopart import _torch
+from autopart.codegen.shapes import META, Bodies, Body, Samples, Shape, Spec, joined, made_by, parse, shown
 from autopart.ir.action import Action, Kind
 from autopart.ir.mesh import pieces
 from autopart.ir.state import State, Unit
-
-Shape = tuple[int, ...]
-
-META = torch.device("meta")
-
-
-@dataclass(frozen=True, slots=True)
-class Spec:
-    """A tensor's shape and dtype, standing for it; `microbatch` is the one it belongs to, None for what all share."""
-
-    shape: Shape
-    dtype: torch.dtype
-    microbatch: int | None = field(default=None, compare=False)
-
-
-class Samples(int):
-    """The number of samples of a microbatch, and whatever is computed from it."""
-
-    microbatch: int
-
-    def __new__(cls, number: int, microbatch: int) -> Samples:
-        made = super().__new__(cls, number)
-        made.microbatch = microbatch
-        return made
-
-    def __mul__(self, other: int) -> Samples:
-        return Samples(int(self) * other, self.microbatch)
-
-    def __add__(self, other: int) -> Samples:
-        return Samples(int(self) + other, self.microbatch)
-
-    def __sub__(self, other: int) -> Samples:
-        return Samples(int(self) - other, self.microbatch)
-
-    __rmul__, __radd__ = __mul__, __add__
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,12 +44,13 @@ class Event:
 class Recording:
     """What a text did: its global names, the world's calls in order, what `step` returned.
 
-    `kept` has the line of everything put in a store and not taken out again, and of every list taken out of one and not
-    emptied; `stored` counts what was put in.
+    `calls` has, for each call of a body, the units whose parameters it was given. `kept` has the line of everything put
+    in a store and not taken out again, and of every list taken out and not emptied; `stored` counts what was put in.
     """
 
     names: Mapping[str, Any]
     events: tuple[Event, ...]
+    calls: tuple[frozenset[str], ...]
     result: Any
     kept: tuple[int, ...]
     stored: int
@@ -145,13 +109,14 @@ class RecordingStore(dict[int, Any]):
 
 @dataclass
 class RecordingWorld:
-    """Takes the place of a rank's world; `events` is what it saw. `parts` and `part`: the degree of dp, the place on it."""
+    """Takes the place of a rank's world; `events` is what it saw. `parts` is dp's degree, `part` the place on it."""
 
     state: State
     parts: int
     part: int
     buffers: Mapping[str, Spec]
     events: list[Event] = field(default_factory=list)
+    calls: list[frozenset[str]] = field(default_factory=list)
     stores: list[RecordingStore] = field(default_factory=list)
     lists: list[tuple[int, list[Any]]] = field(default_factory=list)  # taken out of stores
     here: Action | None = None
@@ -224,7 +189,7 @@ class RecordingWorld:
         """A sum over microbatches and ranks."""
         whole = Spec(tuple(shape), dtype)
         if any(part != whole for part in parts):
-            raise TypeError(f"parts of shapes {_shown(parts)} are summed as {_shown([whole])}")
+            raise TypeError(f"parts of shapes {shown(parts)} are summed as {shown([whole])}")
         self._add("total", what=(whole, *parts), axis="world")
         return whole
 
@@ -235,7 +200,7 @@ class RecordingWorld:
             raise TypeError(f"an output has parts of the microbatches {sorted(parts)}, not of all {count}")
         for k in range(count):
             self._own([parts[k]], k)
-        return _joined([parts[k] for k in range(count)], dim)
+        return joined([parts[k] for k in range(count)], dim)
 
     def everywhere(
         self,
@@ -247,10 +212,11 @@ class RecordingWorld:
     ) -> Spec:
         """An output brought to every rank from the data ranks of its stage."""
         shares = [Spec(*like(share)) for share in pieces(self.batch.size, self.parts)]
-        if parts is not None and (mine := self.joined(parts, dim=dim)) != shares[self.part]:
-            raise TypeError(f"an output of shape {_shown([mine])} is sent to ranks that expect {_shown([shares[self.part]])}")
+        expected = shares[self.part]
+        if parts is not None and (mine := self.joined(parts, dim=dim)) != expected:
+            raise TypeError(f"an output of shape {shown([mine])} goes to ranks that expect {shown([expected])}")
         self._add("everywhere", what=tuple(shares), axis="world", stages=(stage,))
-        return _joined(shares, dim)
+        return joined(shares, dim)
 
     def line(self) -> int:
         """The line of the text that is being executed, the innermost."""
@@ -261,7 +227,8 @@ class RecordingWorld:
 
     def owner(self, values: Iterable[Any]) -> int | None:
         """The one microbatch that values belong to, None if to none; TypeError if it is not that of the action."""
-        found = {value.microbatch for value in values if isinstance(value, Spec | Samples)} - {None}
+        marks = (value.microbatch for value in values if isinstance(value, Spec | Samples))
+        found = {mark for mark in marks if mark is not None}
         allowed = found if self.here is None else {self.here.microbatch}
         if len(found) > 1 or not found <= allowed:
             where = f" in {self.here}" if self.here is not None else ""
@@ -297,12 +264,12 @@ class RecordingWorld:
         raise TypeError(f"no unit is called {name!r}")
 
     def _whole(self, unit: str) -> tuple[Spec, ...]:
-        return tuple(Spec(p.shape, p.dtype) for p in self._unit(unit).parameters)
+        return tuple(Spec(p.shape, p.dtype, unit=unit) for p in self._unit(unit).parameters)
 
     def _check(self, unit: str, grads: Sequence[Spec | None]) -> None:
         whole = self._whole(unit)
         if len(grads) != len(whole) or any(g is not None and g != p for g, p in zip(grads, whole, strict=True)):
-            raise TypeError(f"gradients of {unit} have the shapes {_shown(grads)}, its parameters {_shown(whole)}")
+            raise TypeError(f"gradients of {unit} have the shapes {shown(grads)}, its parameters {shown(whole)}")
         self.owner(grads)
 
 
@@ -324,74 +291,7 @@ def _executed(code: CodeType, source: str, name: str, device: torch.device | Non
 
 def body_names(source: str) -> tuple[str, ...]:
     """The functions of a rank's source that compute: those that take ``b`` and ``B``, and the prologue."""
-    return tuple(node.name for node in _body_nodes(ast.parse(source)))
-
-
-def _body_nodes(tree: ast.Module) -> Iterator[ast.FunctionDef]:
-    for node in tree.body:
-        if isinstance(node, ast.FunctionDef):
-            formals = [a.arg for a in node.args.args]
-            if formals[:2] == ["b", "B"] or node.name == "prologue":
-                yield node
-
-
-@dataclass(frozen=True, slots=True)
-class _Body:
-    """A body's text, and whether it reads the size of the whole batch (elsewhere that size is not worth a run of its own)."""
-
-    text: str
-    reads_whole: bool
-
-
-@dataclass(frozen=True, slots=True)
-class _Parsed:
-    code: CodeType
-    bodies: dict[str, _Body]
-
-
-class Bodies:
-    """Calls of bodies on shapes, each distinct one run once on tensors without data. Shared by the ranks of one program."""
-
-    def __init__(self) -> None:
-        self.known: dict[Any, Any] = {}
-        self._parsed: dict[tuple[str, str], _Parsed] = {}
-
-    def parsed(self, source: str, name: str) -> _Parsed:
-        """A rank's source, compiled, with its bodies."""
-        key = (source, name)
-        if key not in self._parsed:
-            tree = ast.parse(source, name)
-            lines = source.splitlines()
-            bodies = {
-                node.name: _Body(
-                    "\n".join(lines[node.lineno - 1 : node.end_lineno]),
-                    any(isinstance(item, ast.Name) and item.id == "B" for item in ast.walk(node)),
-                )
-                for node in _body_nodes(tree)
-            }
-            self._parsed[key] = _Parsed(compile(tree, name, "exec"), bodies)
-        return self._parsed[key]
-
-    def call(self, function: Callable[..., Any], body: _Body, args: tuple[Any, ...]) -> Any:
-        """What a body returns, as shapes. Bodies with equal text share results."""
-        key = (body.text, args if body.reads_whole else (*args[:1], *args[2:]))
-        if key not in self.known:
-            self.known[key] = _specs(_on_shapes(function, args))
-        return self.known[key]
-
-
-def _on_shapes(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """Call a body on meta tensors; on fake ones, ten times slower, where an op knows no meta tensors."""
-    with torch.no_grad():
-        try:
-            return function(*(_empty(arg, META) for arg in args))
-        except NotImplementedError:
-            function.__globals__["DEVICE"] = cpu = torch.device("cpu")
-            try:
-                with _torch.FakeTensorMode():
-                    return function(*(_empty(arg, cpu) for arg in args))
-            finally:
-                function.__globals__["DEVICE"] = META
+    return tuple(parse(source, "<text>").bodies)
 
 
 def record(source: str, name: str, world: RecordingWorld, batch: RecordingBatch, bodies: Bodies) -> Recording:
@@ -414,17 +314,18 @@ def record(source: str, name: str, world: RecordingWorld, batch: RecordingBatch,
     left = [line for store in world.stores for line in (store.lines[k] for k in store)]
     left += [line for line, values in world.lists if values]
     stored = sum(len(store.lines) for store in world.stores)
-    return Recording(names, tuple(world.events), result, tuple(left), stored)
+    return Recording(names, tuple(world.events), tuple(world.calls), result, tuple(left), stored)
 
 
-def _recorded(function: Callable[..., Any], body: _Body, world: RecordingWorld, bodies: Bodies) -> Callable[..., Any]:
+def _recorded(function: Callable[..., Any], body: Body, world: RecordingWorld, bodies: Bodies) -> Callable[..., Any]:
     """A body as a function of specs, whose results belong to the microbatch of what it is given."""
-    signature = inspect.signature(function)
 
     def recorded(*args: Any, **kwargs: Any) -> Any:
-        args = signature.bind(*args, **kwargs).args if kwargs else args
+        args = inspect.signature(function).bind(*args, **kwargs).args if kwargs else args
         owner = world.owner(args)
-        return _owned(bodies.call(function, body, args), owner)
+        made = made_by(bodies.call(function, body, args), owner, len(world.calls))
+        world.calls.append(frozenset(arg.unit for arg in args if isinstance(arg, Spec) and arg.unit))
+        return made
 
     return recorded
 
@@ -438,40 +339,3 @@ class _Torch:
     @staticmethod
     def ones(shape: Shape, *, dtype: torch.dtype, device: Any) -> Spec:
         return Spec(tuple(shape), dtype)
-
-
-def _empty(arg: Any, device: torch.device) -> Any:
-    match arg:
-        case Spec():
-            return torch.empty(arg.shape, dtype=arg.dtype, device=device)
-        case Samples():
-            return int(arg)
-        case _:
-            return arg
-
-
-def _specs(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return Spec(tuple(value.shape), value.dtype)
-    return tuple(_specs(item) for item in value) if isinstance(value, tuple | list) else value
-
-
-def _owned(value: Any, microbatch: int | None) -> Any:
-    if isinstance(value, Spec):
-        return Spec(value.shape, value.dtype, microbatch)
-    return tuple(_owned(item, microbatch) for item in value) if isinstance(value, tuple) else value
-
-
-def _joined(parts: Sequence[Spec], dim: int | None) -> Spec:
-    first = parts[0]
-    if dim is None:
-        return Spec(first.shape, first.dtype)
-    for part in parts:
-        if (*part.shape[:dim], *part.shape[dim + 1 :]) != (*first.shape[:dim], *first.shape[dim + 1 :]):
-            raise TypeError(f"parts of shapes {_shown(parts)} are joined along dim {dim}")
-    return Spec((*first.shape[:dim], sum(p.shape[dim] for p in parts), *first.shape[dim + 1 :]), first.dtype)
-
-
-def _shown(specs: Iterable[Spec | None]) -> str:
-    """``float32[4, 8], None``."""
-    return ", ".join(f"{str(s.dtype).removeprefix('torch.')}{list(s.shape)}" if s is not None else "None" for s in specs)

@@ -1,4 +1,4 @@
-"""Rolling: texts that differ only in numbers become one text in a loop variable; a repeating sequence becomes a loop."""
+"""Rolling: texts that differ in numbers only become one in a loop variable; a repeating sequence becomes a loop."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
-_NUMBER = re.compile(r"(?<![A-Za-z_])\d+")
+_NUMBER = re.compile(r"(?<![A-Za-z_\d])\d+")
 
 
 def affine(numbers: Sequence[int], places: Sequence[int], variable: str) -> str | None:

@@ -12,8 +12,11 @@ from autopart.codegen.layout import Layout
 from autopart.codegen.roll import template
 from autopart.ir.captured import describe
 from autopart.ir.graph import Value
+from autopart.ir.names import RESERVED, identifier
 from autopart.ir.staged import Edge, Staged
 from autopart.ir.state import Unit
+
+"""Names that a stage function uses itself; a module may be called like one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +40,11 @@ class _Writer:
     env: dict[str, str]
     needed: frozenset[str]  # values that leave the stage
     lines: list[str] = field(default_factory=list)
-    names: set[str] = field(default_factory=set)
+    names: set[str] = field(default_factory=lambda: set(RESERVED))
 
     def fresh(self, wish: str) -> str:
         """A variable name that is not in use yet."""
-        base = re.sub(r"\W", "_", wish)
+        base = identifier(wish, "layer_")
         name, n = base, 1
         while name in self.names:
             n += 1

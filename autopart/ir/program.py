@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -35,19 +36,21 @@ class StageGraphs:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """A compiled step: one rank program a rank, the plan it follows, the units its state lives in, the graph it came from."""
+    """A compiled step: one rank program a rank, the plan it follows, the units its state lives in, the graph it came from.
+
+    `trace` derives the stage graphs from the texts (it is codegen's, which this layer does not know).
+    """
 
     ranks: tuple[RankProgram, ...]
     plan: Plan
     state: State
     captured: Captured
+    trace: Callable[[Program], tuple[StageGraphs, ...]]
 
     @property
     def stages(self) -> tuple[StageGraphs, ...]:
         """The stage graphs, traced from the text at the plan's microbatch size."""
-        from autopart.codegen.graphs import stage_graphs
-
-        return stage_graphs(self)
+        return self.trace(self)
 
     def write(self, folder: str | Path) -> Path:
         """Write ``rank0.py``, ``rank1.py``, ... and ``plan.json`` into `folder` (made if absent) and return it."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from autopart.ir.captured import Captured
 from autopart.ir.graph import Node, Value, rename
+from autopart.ir.names import identifier
 from autopart.ir.segmented import Body, Function, Segment, Segmented
 
 FIXED = ("buffer", "constant", "prologue")
@@ -146,9 +147,7 @@ class _Local:
         self.used: Counter[str] = Counter({"b": 1, "B": 1})
 
     def add(self, name: str, wish: str) -> None:
-        base = re.sub(r"\W", "_", wish)
-        base = f"p{base}" if base[:1].isdigit() else base
-        base = re.sub(r"_\d+$", "", base) if base not in ("",) and wish == name else base
+        base = identifier(wish)
         self.used[base] += 1
         fresh = base if self.used[base] == 1 else f"{base}_{self.used[base] - 1}"
         if fresh != base:
@@ -200,7 +199,6 @@ def _named(bodies: list[Body], segments: list[Segment]) -> Iterable[Body]:
     for number, body in enumerate(bodies):
         name = next(segment.name for segment in segments if segment.body == number)
         name = re.sub(r"(\.\d+)+$", "", name) if uses[number] > 1 else name
-        base = re.sub(r"\W", "_", name).strip("_")
-        base = f"layer{'_' * base[:1].isdigit()}{base}" if base[:1].isdigit() or not base else base
+        base = identifier(name, "layer_")
         taken[base] += 1
         yield replace(body, name=base if taken[base] == 1 else f"{base}_v{taken[base]}")

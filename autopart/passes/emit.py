@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from autopart.codegen.recording import Bodies, Recording, RecordingBatch, RecordingWorld, Spec, record
+from autopart.codegen.graphs import stage_graphs
+from autopart.codegen.recording import Recording, RecordingBatch, RecordingWorld, record
+from autopart.codegen.shapes import Bodies, Spec
 from autopart.codegen.source import source
 from autopart.errors import VerificationError
 from autopart.ir.action import Scheduled
@@ -32,7 +34,7 @@ def emit(staged: Staged, scheduled: Scheduled, plan: Plan) -> Program:
                 f"rank {rank}: action {at} of the emitted text is {actions[at : at + 1]}, planned is {expected[at : at + 1]}"
             )
         ranks.append(RankProgram(rank, text, actions))
-    return Program(tuple(ranks), plan, staged.state, captured)
+    return Program(tuple(ranks), plan, staged.state, captured, stage_graphs)
 
 
 def observe(

@@ -67,13 +67,17 @@ def _without_dropout(node: Node) -> bool:
 
 
 def _gradients_by_use(nodes: tuple[Node, ...], outputs: tuple[Output, ...]) -> tuple[Output, ...]:
-    """Cut the sum at a gradient output into an output for each of its terms, so that each layer hands over its own part."""
+    """Cut the sum at a gradient output into an output for each of its terms, so that each layer hands over its own part.
+
+    Gradients come in the parameters' order, those of one parameter in the order in which the backward makes them.
+    """
     sums = {tree.root: tree.leaves for tree in trees(nodes, (out.name for out in outputs))}
-    made = []
-    for out in outputs:
-        leaves = sums.get(out.name, (out.name,)) if out.kind == "grad" else (out.name,)
-        made += [replace(out, name=leaf) for leaf in leaves]
-    return tuple(made)
+    place = {name: i for i, node in enumerate(nodes) for name in node.names()}
+    order = {out.target: i for i, out in enumerate(outputs) if out.kind == "grad"}
+    grads = [out for out in outputs if out.kind == "grad"]
+    terms = [replace(out, name=leaf) for out in grads for leaf in sums.get(out.name, (out.name,))]
+    terms.sort(key=lambda out: (order[out.target], place.get(out.name, -1)))
+    return (*(out for out in outputs if out.kind != "grad"), *terms)
 
 
 def _with_output_placements(captured: Captured, judgement: Judgement) -> Captured:

@@ -51,12 +51,14 @@ def place(captured: Captured, stages: Sequence[Sequence[Segment]], plan: Plan) -
             for target in segment.parameters:
                 users.setdefault(target, []).append((number, segment.name))
     inputs = {item.target: item for item in captured.of_kind("parameter")}
+    graded = {out.target for out in captured.outputs if out.kind == "grad"}
     groups: dict[tuple[object, ...], list[str]] = {}
     for target, used in users.items():
         item = inputs[target]
         modes = plan.placement_of(target).on("dp")
         owner = used[0][1] if len(used) == 1 else None
-        key = (owner or target, owner is None, item.requires_grad, item.value.dtype, modes)
+        trained = item.requires_grad and (target in graded or not captured.training)
+        key = (owner or target, owner is None, trained, item.value.dtype, modes)
         groups.setdefault(key, []).append(target)
     units: list[Unit] = []
     taken: dict[str, int] = {}

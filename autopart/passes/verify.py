@@ -1,16 +1,16 @@
 """verify: Program -> Report. The gate that every program passes; an edited text goes through the same one.
 
-Each rank's text is run on shapes (`codegen.recording`) at the plan's batch size and at one that is cut differently, so that
-microbatches differ in size. What the texts do is then held against these rules:
+Each rank's text is run on shapes (`codegen.recording`) at the plan's batch size and at one that is cut differently, so
+that microbatches differ in size. What the texts do is then held against these rules:
 
 ``text``         it runs, values of different microbatches do not mix, and it is the text of this rank of this plan
 ``transfers``    every send has its receive: on both ends the same order, microbatches, shapes and dtypes
 ``collectives``  the ranks of a group call the same collectives in the same order
 ``deadlock``     all ranks end even if every send waits for its receive and every collective for all of its group
 ``stores``       what is stored for later is taken out, once
-``work``         each microbatch has one forward and one backward on each stage, which read every parameter as it is placed
-``gradients``    each backward adds every gradient that it makes once; each unit is reduced once over dp, and once over the
-                 stages that share it, after its last contribution
+``work``         each microbatch has one forward and one backward on each stage; they read every parameter as placed
+``gradients``    each backward adds every gradient that it makes, once, to its own unit; each unit is reduced once over
+                 dp, and once over the stages that share it, after its last contribution
 ``outputs``      each rank returns the outputs that it makes or needs, whole
 
 What must be there follows from the program's graph, plan and state, never from the passes that wrote the text.
@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from autopart.codegen.recording import Bodies, Spec
+from autopart.codegen.shapes import Bodies, Spec, shown
 from autopart.errors import CaptureError, VerificationError
 from autopart.ir.graph import Output, Value
 from autopart.ir.mesh import pieces
@@ -66,7 +66,9 @@ def verify(program: Program) -> Report:
     """
     plan = program.plan
     if [rank.rank for rank in program.ranks] != list(range(plan.mesh.size)):
-        raise VerificationError(f"rule text: the program has the ranks {[r.rank for r in program.ranks]}, the mesh {plan.mesh}")
+        numbers = [rank.rank for rank in program.ranks]
+        problem = f"its ranks are {numbers}"
+        raise fault("text", "program", problem, f"a mesh of {plan.mesh} has the ranks 0 to {plan.mesh.size - 1}")
     staged = _staged(program)
     needed = tuple(needs(staged, stage) for stage in range(len(staged.stages)))
     bodies = Bodies()
@@ -96,9 +98,13 @@ def _staged(program: Program) -> Staged:
 
 
 def _batches(plan: Plan) -> tuple[int, int]:
-    """The plan's batch size, and one whose microbatches differ in size where the plan's do not, or the other way about."""
-    parts = plan.mesh.degree("dp") * plan.microbatches
-    sizes = [size for share in pieces(plan.batch, plan.mesh.degree("dp")) for size in pieces(share, plan.microbatches)]
+    """The plan's batch size, and one whose microbatches differ in size where the plan's do not, or the other way about.
+
+    The two have a microbatch size in common, so that few bodies must be run anew.
+    """
+    degree = plan.mesh.degree("dp")
+    parts = degree * plan.microbatches
+    sizes = [size for share in pieces(plan.batch, degree) for size in pieces(share, plan.microbatches)]
     if len(set(sizes)) > 1:
         return plan.batch, parts * max(sizes)
     return plan.batch, plan.batch + max(1, parts // 2)
@@ -110,11 +116,12 @@ def _checked(
     training, state = program.captured.training, program.state
     texts = [read(program, rank, batch, bodies) for rank in range(len(program.ranks))]
     sent = transfers(texts)
-    shared = collectives(texts)
-    meetings = ends(texts, [*sent, *shared])
+    # What one rank does wrong by itself is told before what then does not fit between ranks.
     stored = sum(map(_check_stores, texts))
     actions = sum(work(text, needed, state, program.plan.microbatches, training) for text in texts)
     graded = [gradients(text, needed, state) for text in texts]
+    shared = collectives(texts)
+    meetings = ends(texts, [*sent, *shared])
     outputs = sum(_check_outputs(text, staged, program.plan, batch) for text in texts)
     return (
         Checked("text", len(texts), "texts"),
@@ -151,9 +158,11 @@ def _check_outputs(text: Text, staged: Staged, plan: Plan, batch: int) -> int:
     found = result if isinstance(result, dict) else {}
     for name, out in wanted.items():
         shape = _whole(out, values[name], text, plan, batch, captured.training)
-        if found.get(name) != Spec(shape, values[name].dtype):
-            problem = f"step returns {found.get(name)!r} as {name!r}"
-            remedy = f"return the whole output, of shape {list(shape)} and {values[name].dtype}"
+        expected, given = Spec(shape, values[name].dtype), found.get(name)
+        if given != expected:
+            returned = shown([given]) if isinstance(given, Spec) else f"a {type(given).__name__}"
+            problem = f"step returns {returned} as {name!r}"
+            remedy = f"return the whole output, {shown([expected])}"
             raise fault("outputs", f"rank {text.rank}", problem, remedy)
     _check_total(text, [out for out in wanted.values() if out.partial], makers, plan)
     return len(wanted)
@@ -184,4 +193,5 @@ def _check_total(text: Text, partial: Sequence[Output], makers: Mapping[str, int
             raise fault("outputs", text.at(event), problem, f"pass those of {every if made else 'none'}, each once")
         made -= bool(parts)
     if made:
-        raise fault("outputs", f"rank {text.rank}", f"{made} outputs made here are not summed", "pass their parts to world.total")
+        problem = f"{made} outputs made here are not summed"
+        raise fault("outputs", f"rank {text.rank}", problem, "pass their parts to world.total")

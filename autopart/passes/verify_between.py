@@ -9,10 +9,11 @@ from typing import TypeAlias
 
 import networkx as nx
 
-from autopart.codegen.recording import Event, Spec
+from autopart.codegen.recording import Event
+from autopart.codegen.shapes import shown
 from autopart.errors import VerificationError
 from autopart.ir.action import COMPUTE, Kind
-from autopart.passes.verify_texts import Text, fault
+from autopart.passes.verify_texts import Text, fault, told
 from autopart.schedules.progress import check
 
 Position = tuple[int, int]
@@ -39,8 +40,7 @@ def transfers(texts: Sequence[Text]) -> list[Meeting]:
     made = []
     for channel in sorted(sends.keys() | receives.keys()):
         for send, receive in zip_longest(sends[channel], receives[channel]):
-            _check_pair(texts, channel, send, receive)
-            made.append((send, receive))
+            made.append(_pair(texts, channel, send, receive))
     return made
 
 
@@ -56,7 +56,8 @@ def _peer(text: Text, event: Event) -> int:
     return text.rank_of(peer)
 
 
-def _check_pair(texts: Sequence[Text], channel: tuple[int, int], send: Position | None, receive: Position | None) -> None:
+def _pair(texts: Sequence[Text], channel: tuple[int, int], send: Position | None, receive: Position | None) -> Meeting:
+    """A send and its receive, None where a side has no more."""
     source, target = channel
     remedy = f"the sends of rank {source} to rank {target} and the receives there must be the same, in the same order"
     if send is None or receive is None:
@@ -69,12 +70,13 @@ def _check_pair(texts: Sequence[Text], channel: tuple[int, int], send: Position 
     if (a.stage, a.peer, a.microbatch) != (b.peer, b.stage, b.microbatch):
         raise fault("transfers", texts[source].at(sent), f"it meets the receive of {texts[target].at(taken)}", remedy)
     if sent.what != taken.what:
-        shapes = f"it sends {shown(sent)}, but {texts[target].at(taken)} expects {shown(taken)}"
+        shapes = f"it sends {shown(sent.what)}, but {texts[target].at(taken)} expects {shown(taken.what)}"
         raise fault("transfers", texts[source].at(sent), shapes, remedy)
+    return send, receive
 
 
 def collectives(texts: Sequence[Text]) -> list[Meeting]:
-    """The collectives of every group of several ranks. Raises VerificationError where the members of a group disagree."""
+    """The collectives of all groups of several ranks. Raises VerificationError where members of a group disagree."""
     rows: dict[tuple[int, ...], dict[int, list[Position]]] = {}
     for text in texts:
         for number, event in enumerate(text.events):
@@ -126,10 +128,10 @@ def _same(event: Event) -> tuple[object, ...]:
 
 
 def ends(texts: Sequence[Text], meetings: Sequence[Meeting]) -> int:
-    """Raise VerificationError unless all ranks end when everybody waits for everybody; the number of meetings looked at.
+    """Raise VerificationError unless all ranks end when all wait for each other; the number of meetings looked at.
 
-    A meeting happens when all who take part have come to it, so it waits for whatever each of them does before. The waits
-    have a cycle exactly if the ranks deadlock.
+    A meeting happens when all who take part have come to it, so it waits for whatever each of them does before. These
+    waits have a cycle exactly if the ranks deadlock.
     """
     _check_columns(texts)
     event: dict[Position, Meeting] = {position: meeting for meeting in meetings for position in meeting}
@@ -139,15 +141,21 @@ def ends(texts: Sequence[Text], meetings: Sequence[Meeting]) -> int:
         row = [event[at] for number in range(len(text.events)) if (at := (text.rank, number)) in event]
         waits.add_edges_from(pairwise(row))
     if not nx.is_directed_acyclic_graph(waits):
-        cycle = [meeting for meeting, _ in nx.find_cycle(waits)][::-1]
-        told = [" with ".join(texts[rank].at(texts[rank].events[n]) for rank, n in meeting) for meeting in cycle]
-        raise fault(
-            "deadlock",
-            told[0],
-            f"it waits for itself: {' waits for '.join([*told, told[0]])}",
-            "call what ranks do together in one order on all of them",
-        )
+        found = nx.find_cycle(waits)
+        cycle = min((nx.shortest_path(waits, after, before) for before, after in found), key=len)[::-1]
+        told = [_told(texts, meeting) for meeting in [*cycle, cycle[0]]]
+        circle = "\n  waits for ".join(told)
+        remedy = "call what ranks do together in one order on all of them"
+        raise VerificationError(f"rule deadlock: these wait for each other; {remedy}\n  {circle}")
     return len(meetings)
+
+
+def _told(texts: Sequence[Text], meeting: Meeting) -> str:
+    """What meets, and where each side stands: ``1SEND0>0 with 0RECV0>1 (rank 2 line 110, rank 0 line 100)``."""
+    events = [_event(texts, position) for position in meeting]
+    names = [str(event.action) if event.call in ("send", "recv") else told(event) for event in events]
+    lines = ", ".join(f"rank {rank} line {event.line}" for (rank, _), event in zip(meeting, events, strict=True))
+    return f"{' with '.join(dict.fromkeys(names))} ({lines})"
 
 
 def _check_columns(texts: Sequence[Text]) -> None:
@@ -157,20 +165,16 @@ def _check_columns(texts: Sequence[Text]) -> None:
         where = text.mesh.coordinate(text.rank)
         columns[tuple(item for item in where.items() if item[0] != "pp")].append(text)
     kinds = COMPUTE | {Kind.SEND, Kind.RECV}
-    for where, column in columns.items():
+    for rest, column in columns.items():
         ordered = sorted(column, key=lambda text: text.mesh.coordinate(text.rank).get("pp", 0))
         rows = [[a for a in text.recording.actions if a.kind in kinds] for text in ordered]
         try:
             check(rows, ordered[0].place)
         except VerificationError as error:
-            at = f" at {', '.join(f'{axis} {place}' for axis, place in where)}" if where else ""
+            at = "".join(f" at {axis} {place}" for axis, place in rest)
             ranks = ", ".join(str(text.rank) for text in ordered)
-            raise VerificationError(f"rule deadlock: pp ranks 0 to {len(rows) - 1}{at} (ranks {ranks}): {error}") from None
-
-
-def shown(event: Event) -> str:
-    """The shapes of an event."""
-    return ", ".join(f"{list(spec.shape)} {spec.dtype}" for spec in event.what if isinstance(spec, Spec)) or "nothing"
+            rule = f"rule deadlock: pp ranks 0 to {len(rows) - 1}{at} (in the world {ranks})"
+            raise VerificationError(f"{rule}: {error}\nlet one of them receive before it sends") from None
 
 
 def _event(texts: Sequence[Text], position: Position) -> Event:

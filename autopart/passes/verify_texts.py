@@ -6,7 +6,8 @@ import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from autopart.codegen.recording import Bodies, Event, Recording
+from autopart.codegen.recording import Event, Recording
+from autopart.codegen.shapes import Bodies
 from autopart.errors import VerificationError
 from autopart.ir.action import Action
 from autopart.ir.mesh import Mesh
@@ -49,16 +50,20 @@ class Text:
 
     def at(self, event: Event) -> str:
         """Rank, stage, microbatch, action and line of an event."""
-        action = event.action or event.within
-        done = event.call if event.action is None or event.unit else str(event.action)
-        of = f' of "{event.unit}"' if event.unit else ""
-        return f"{self.during(action)}, {done}{of} ({self.where(event.line)})"
+        place = self.during(event.within or event.action)
+        done = "" if event.action is not None and str(event.action) in place else f", {told(event)}"
+        return f"{place}{done} ({self.where(event.line)})"
 
     def during(self, action: Action | None) -> str:
         """Rank, and stage and microbatch where there are such."""
         if action is None or action.microbatch < 0:
             return f"rank {self.rank}"
         return f"rank {self.rank}, stage {action.stage}, microbatch {action.microbatch}, action {action}"
+
+
+def told(event: Event) -> str:
+    """The call, and the unit that it is about: ``all_reduce of "h.1"``."""
+    return f'{event.call} of "{event.unit}"' if event.unit else event.call
 
 
 def fault(rule: str, where: str, problem: str, remedy: str) -> VerificationError:

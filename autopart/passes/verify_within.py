@@ -1,10 +1,11 @@
-"""Rules within a rank: every microbatch's work is done, parameters are read as placed, gradients added and reduced once."""
+"""Rules within a rank: the work is done, parameters are read as placed, gradients are added and reduced once."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from autopart.codegen.recording import Event
 from autopart.errors import VerificationError
@@ -15,13 +16,16 @@ from autopart.passes.verify_texts import Text, fault
 
 READS = ("parameters", "all_gather")
 
+Reduction: TypeAlias = tuple[str, str, tuple[int, ...]]
+"""Of a unit's gradients: the call, the axis, and the stages that take part where they are named."""
+
 
 @dataclass(frozen=True, slots=True)
 class Needs:
     """What the graph needs of one microbatch on one stage.
 
-    `forward` and `backward`: the units that are read. `contributions`: by unit, how many segments make gradients for it.
-    `graded`: by unit, the places of the parameters that get one.
+    `forward` and `backward`: the units that are read. `contributions`: by unit, how many segments make gradients for
+    it. `graded`: by unit, the places of the parameters that get one.
     """
 
     forward: frozenset[str]
@@ -59,16 +63,19 @@ def work(text: Text, needed: Sequence[Needs], state: State, microbatches: int, t
     for action in dict.fromkeys([*due, *(action for action in done if action is not None)]):
         count, wanted = done[action], int(action in due)
         if count != wanted:
-            remedy = "each microbatch needs one forward and one backward" if training else "one forward is needed"
-            raise fault("work", text.during(action), f"performed {count} times, not {wanted}", f"{remedy} on every stage held")
+            each = "one forward and one backward" if training else "one forward"
+            remedy = f"each microbatch needs {each} on each stage that the rank holds"
+            raise fault("work", text.during(action), f"performed {count} times, not {wanted}", remedy)
     _check_reads(text, needed, state)
     return len(due)
 
 
 def _check_reads(text: Text, needed: Sequence[Needs], state: State) -> None:
     degree = text.mesh.degree("dp")
-    seen: dict[Action, set[str]] = {event.action: set() for event in text.events if event.call == "action" and event.action}
+    seen: dict[Action, set[str]] = {}
     for event in text.events:
+        if event.call == "action" and event.action is not None:
+            seen[event.action] = set()
         if event.call not in READS:
             continue
         unit = state.unit(event.unit)
@@ -76,8 +83,10 @@ def _check_reads(text: Text, needed: Sequence[Needs], state: State) -> None:
         if not holders:
             raise fault("work", text.at(event), f"it is on stages {unit.stages}", "read the units of this stage")
         if unit.gathered(degree) != (event.call == "all_gather"):
-            kept, call = ("in parts", 'all_gather(..., axis="dp")') if unit.gathered(degree) else ("whole", "parameters(...)")
+            kept, call = ("in parts", "all_gather") if unit.gathered(degree) else ("whole", "parameters")
             raise fault("work", text.at(event), f"each rank keeps it {kept}", f"read it with world.{call}")
+        if event.call == "all_gather" and event.axis != "dp":
+            raise fault("work", text.at(event), "its parts are on dp", 'name axis="dp"')
         if event.within is not None:
             seen[event.within].add(unit.name)
     for action, names in seen.items():
@@ -123,17 +132,27 @@ def _check_contributions(text: Text, needed: Sequence[Needs], state: State) -> i
             continue
         unit, action = state.unit(event.unit), event.within
         if action is None or action.kind is not Kind.B:
-            raise fault("gradients", text.at(event), "it is outside of a backward", "accumulate where gradients are made")
+            raise fault("gradients", text.at(event), "it is outside of a backward", "add gradients where they are made")
         at_once = unit.reduced_at_once(degree)
         if at_once != (event.call == "reduce_scatter") or (at_once and event.axis != "dp"):
             call = 'reduce_scatter(..., axis="dp")' if at_once else "accumulate(...)"
             kept = "in parts" if at_once else "whole until the end of the step"
             raise fault("gradients", text.at(event), f"its gradients are kept {kept}", f"pass them to world.{call}")
+        _check_made(text, event)
         found[action][unit.name] += 1
         places.setdefault((action, unit.name), set()).update(i for i, g in enumerate(event.what) if g is not None)
     for action, counted in found.items():
         _check_backward(text, action, counted, needed[action.stage], places)
     return sum(counted.total() for counted in found.values())
+
+
+def _check_made(text: Text, event: Event) -> None:
+    """What is added to a unit is what one layer's backward, given that unit, returned."""
+    calls = {grad.call for grad in event.what if grad is not None}
+    for call in calls:
+        if len(calls) > 1 or call < 0 or event.unit not in text.recording.calls[call]:
+            problem = f'these are not gradients that one layer with the parameters of "{event.unit}" returned'
+            raise fault("gradients", text.at(event), problem, "add to each unit the gradients of its own layer")
 
 
 def _check_backward(
@@ -159,10 +178,12 @@ def _check_reduced(text: Text, unit: Unit, trained: bool) -> int:
         if not trained:
             raise fault("gradients", text.at(event), "it has no gradients", "do not reduce it")
         if added and i < added[-1]:
-            later = text.where(text.events[added[-1]].line)
-            raise fault("gradients", text.at(event), f"gradients are added after it ({later})", "reduce after the last backward")
+            problem = f"gradients are added after it ({text.where(text.events[added[-1]].line)})"
+            raise fault("gradients", text.at(event), problem, "reduce after the last backward")
     over_dp = "reduce_scatter" if unit.updated_in_parts(degree) else "all_reduce"
-    wanted = [(over_dp, "dp", ())] if trained and degree > 1 and not unit.reduced_at_once(degree) else []
+    wanted: list[Reduction] = (
+        [(over_dp, "dp", ())] if trained and degree > 1 and not unit.reduced_at_once(degree) else []
+    )
     wanted += [("all_reduce", "pp", unit.stages)] if trained and len(unit.stages) > 1 else []
     counted = Counter((event.call, event.axis, event.stages) for _, event in calls)
     for key in dict.fromkeys([*wanted, *counted]):
@@ -172,15 +193,22 @@ def _check_reduced(text: Text, unit: Unit, trained: bool) -> int:
 
 
 def _wrongly_reduced(
-    text: Text, unit: Unit, key: tuple[str, str, tuple[int, ...]], count: int, wanted: Sequence[tuple[str, str, tuple[int, ...]]]
+    text: Text, unit: Unit, key: Reduction, count: int, wanted: Sequence[Reduction]
 ) -> VerificationError:
-    call, axis, stages = key
-    among = f" among stages {stages}" if stages else ""
     lines = [text.where(event.line) for event in text.events if event.unit == unit.name and reduces(event)]
     at = f" ({', '.join(dict.fromkeys(lines))})" if lines else ""
-    problem = f'the gradients of "{unit.name}" go {count} times through {call} over {axis}{among}{at}, not {int(key in wanted)}'
-    whole = ", ".join(f"{call} over {axis}" for call, axis, _ in wanted) or "no reduction at the end of the step"
-    return fault("gradients", f"rank {text.rank}, stage {', '.join(map(str, text.stages))}", problem, f"it needs {whole}, once")
+    problem = f'the gradients of "{unit.name}" go through {_told(key)} {count} times{at}, not {int(key in wanted)}'
+    remedy = f"they need {' and '.join(map(_told, wanted))}, once" if wanted else "they need no reduction at the end"
+    return fault("gradients", _rank(text), problem, remedy)
+
+
+def _told(reduction: Reduction) -> str:
+    call, axis, stages = reduction
+    return f"{call} over {axis}" + (f" among stages {stages}" if stages else "")
+
+
+def _rank(text: Text) -> str:
+    return f"rank {text.rank}, stage {', '.join(map(str, text.stages))}"
 
 
 def _check_foreign(text: Text, state: State) -> None:
@@ -197,14 +225,13 @@ def _check_regathered(text: Text, unit: Unit) -> None:
     degree = text.mesh.degree("dp")
     calls = [i for i, event in enumerate(text.events) if event.call == "regather" and event.unit == unit.name]
     wanted = int(unit.updated_in_parts(degree))
-    rank = f"rank {text.rank}, stage {', '.join(map(str, text.stages))}"
     if len(calls) != wanted:
         problem = f'the parameters of "{unit.name}" are made whole {len(calls)} times, not {wanted}'
         remedy = "regather, once, at the start of the step, the units that the optimizer updates in parts"
-        raise fault("work", rank, problem, remedy)
+        raise fault("work", _rank(text), problem, remedy)
     if calls and text.events[calls[0]].axis != "dp":
         raise fault("work", text.at(text.events[calls[0]]), "its parts are on dp", 'name axis="dp"')
     first = next((i for i, e in enumerate(text.events) if e.call in READS and e.unit == unit.name), len(text.events))
     if calls and first < calls[0]:
-        raise fault("work", text.at(text.events[calls[0]]), f"it was read before ({text.where(text.events[first].line)})",
-                    "regather at the start of the step")
+        problem = f"it was read before ({text.where(text.events[first].line)})"
+        raise fault("work", text.at(text.events[calls[0]]), problem, "regather at the start of the step")

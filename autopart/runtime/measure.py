@@ -33,9 +33,9 @@ class Store(dict[Any, Any]):
 class Memory:
     """Bytes alive on a rank, sampled after every action.
 
-    `activations` is the largest total of distinct storages in the stores, those of parameters and of the caller's tensors
-    (`given`: buffers, and the batch, of which microbatches are slices) excluded; `peak` that of everything: parameters,
-    gradients, activations, and the transient buffers of the action.
+    `activations` is the largest total of distinct storages in the stores, without those of parameters and of the
+    caller's tensors (`given`: buffers, and the batch, of which microbatches are slices); `peak` that of everything:
+    parameters, gradients, activations, and the transient buffers of the action.
     """
 
     def __init__(self, states: States, given: Iterable[torch.Tensor] = ()) -> None:

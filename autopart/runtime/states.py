@@ -53,12 +53,12 @@ class States:
         """Whole parameters out of every data rank's packed parts."""
         rows = gathered.view(self.degree, unit.padded(self.degree))
         if all(p.shape and p.shape[0] % self.degree == 0 for p in unit.parameters):
-            columns = rows.split([p.numel // self.degree for p in unit.parameters], dim=1)
+            columns = torch.split(rows, [p.numel // self.degree for p in unit.parameters], dim=1)
             return tuple(c.reshape(p.shape) for c, p in zip(columns, unit.parameters, strict=True))
         pieces: list[list[torch.Tensor]] = [[] for _ in unit.parameters]
         for part, row in enumerate(rows):
             sizes = [torch.Size(p.part_shape(part, self.degree)).numel() for p in unit.parameters]
-            for found, piece in zip(pieces, row[: sum(sizes)].split(sizes), strict=True):
+            for found, piece in zip(pieces, torch.split(row[: sum(sizes)], sizes), strict=True):
                 found.append(piece)
         return tuple(torch.cat(found).view(p.shape) for found, p in zip(pieces, unit.parameters, strict=True))
 
@@ -84,7 +84,7 @@ class States:
         """This rank's gradient parts out of its reduced piece."""
         shapes = [p.part_shape(self.part, self.degree) for p in unit.parameters]
         sizes = [torch.Size(shape).numel() for shape in shapes]
-        return [piece.view(shape) for piece, shape in zip(flat[: sum(sizes)].split(sizes), shapes, strict=True)]
+        return [piece.view(shape) for piece, shape in zip(torch.split(flat[: sum(sizes)], sizes), shapes, strict=True)]
 
     def add(self, unit: str, grads: Sequence[torch.Tensor | None]) -> None:
         """Add to the step's gradients of a unit."""

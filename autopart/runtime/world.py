@@ -93,12 +93,13 @@ class World:
         group = self._stage_group(stages) if stages else self._group(axis)
         if len(group) == 1:
             return
-        grads = self.states.gradients[unit]
-        shapes = [(self.states.parts[p.target], g) for p, g in zip(self.states.units[unit].parameters, grads, strict=True)]
+        found = self.states.units[unit]
+        grads = self.states.gradients.get(unit, [None] * len(found.parameters))
+        shapes = [(self.states.parts[p.target], g) for p, g in zip(found.parameters, grads, strict=True)]
         tensors = [torch.zeros_like(part) if g is None else g for part, g in shapes]
         flat = torch.cat([t.reshape(-1) for t in tensors])
         self.transport.all_reduce(flat, group)
-        pieces = flat.split([t.numel() for t in tensors])
+        pieces = torch.split(flat, [t.numel() for t in tensors])
         self.states.gradients[unit] = [piece.view(t.shape) for piece, t in zip(pieces, tensors, strict=True)]
 
     def buffer(self, name: str) -> torch.Tensor:

@@ -89,7 +89,7 @@ def train(
     for step in range(steps):
         args, kwargs = data(step)
         loss = _loss(model(*args, **kwargs))
-        loss.backward()
+        torch.autograd.backward(loss)
         gradients.append(_gradients(model))
         norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)))
         losses.append(float(loss.detach()))

@@ -90,7 +90,7 @@ def batches(
                 "batches: the shapes of a batch cannot be known from a module alone; pass a sample, batches(model, args), "
                 "or give the module a method example_batch() that returns one"
             )
-        args = model.example_batch()
+        args = getattr(model, "example_batch")()
     call = read(model, tuple(args), kwargs).resized(draw(st.integers(1, max_samples)))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**16)))
 

@@ -1,0 +1,183 @@
+"""Stage graphs: the FX trace of a rank's text, with the bodies as shared modules and the world's calls as nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from autopart.codegen.recording import body_names, load
+from autopart.ir.mesh import pieces
+from autopart.ir.program import Program, StageGraphs
+
+
+def all_gather(world: Any, unit: str, axis: str) -> Sequence[torch.Tensor]:
+    """In a stage graph: gather a unit's whole parameters over an axis."""
+    return world.all_gather(unit, axis=axis)  # type: ignore[no-any-return]
+
+
+def reduce_scatter(world: Any, unit: str, grads: Any, axis: str) -> None:
+    """In a stage graph: sum gradients over an axis, each rank keeping its part."""
+    world.reduce_scatter(unit, grads, axis=axis)
+
+
+def accumulate(world: Any, unit: str, grads: Any) -> None:
+    """In a stage graph: add gradients to a unit's."""
+    world.accumulate(unit, grads)
+
+
+class _TracedWorld:
+    """The world during a trace: parameters and buffers are placeholders, collectives are nodes."""
+
+    def __init__(self, graph: torch.fx.Graph, world: torch.fx.Proxy, tracer: torch.fx.proxy.TracerBase, program: Program) -> None:
+        self.graph, self.world, self.tracer, self.program = graph, world, tracer, program
+        self.known: dict[str, Any] = {}
+
+    def _given(self, name: str) -> Any:
+        if name not in self.known:
+            with self.graph.inserting_after(self.world.node):
+                self.known[name] = torch.fx.Proxy(self.graph.placeholder(_identifier(name)), self.tracer)
+        return self.known[name]
+
+    def parameters(self, unit: str) -> tuple[Any, ...]:
+        return tuple(self._given(parameter.target) for parameter in self.program.state.unit(unit).parameters)
+
+    def buffer(self, name: str) -> Any:
+        return self._given(name)
+
+    def all_gather(self, unit: str, *, axis: str) -> tuple[Any, ...]:
+        gathered: Any = self._call(all_gather, unit, axis)
+        return tuple(gathered[i] for i in range(len(self.program.state.unit(unit).parameters)))
+
+    def reduce_scatter(self, unit: str, grads: Any, *, axis: str) -> None:
+        self._call(reduce_scatter, unit, grads, axis)
+
+    def accumulate(self, unit: str, grads: Any) -> None:
+        self._call(accumulate, unit, grads)
+
+    def _call(self, function: Callable[..., Any], *args: Any) -> torch.fx.Proxy:
+        return self.tracer.create_proxy("call_function", function, (self.world, *args), {})
+
+
+def stage_graphs(program: Program) -> tuple[StageGraphs, ...]:
+    """The graphs of every stage, at the size of the first microbatch of the plan's batch."""
+    plan = program.plan
+    size = pieces(pieces(plan.batch, plan.mesh.degree("dp"))[0], plan.microbatches)[0]
+    modules: dict[tuple[str, str], torch.fx.GraphModule] = {}
+    stages = []
+    for number, stage in enumerate(plan.stages):
+        source = program.ranks[stage.ranks[0]].source
+        forward = _trace(program, source, f"stage{number}_forward", size, modules)
+        backward = f"stage{number}_backward"
+        traced = _trace(program, source, backward, size, modules) if f"def {backward}(" in source else None
+        stages.append(StageGraphs(forward, traced))
+    return tuple(stages)
+
+
+def _trace(
+    program: Program, source: str, name: str, size: int, modules: dict[tuple[str, str], torch.fx.GraphModule]
+) -> torch.fx.GraphModule:
+    namespace = load(source, name)
+    graph, root = torch.fx.Graph(), torch.nn.Module()
+    tracer = torch.fx.proxy.GraphAppendingTracer(graph)
+
+    def placeholder(label: str) -> torch.fx.Proxy:
+        return torch.fx.Proxy(graph.placeholder(_identifier(label)), tracer)
+
+    world = _TracedWorld(graph, placeholder("world"), tracer, program)
+    for body in body_names(source):
+        namespace[body] = _called(body, namespace[body], root, tracer, source, modules)
+    inputs = SimpleNamespace(
+        sizes={0: size}, size=program.plan.batch, input=lambda label, k: world._given(label), whole=placeholder
+    )
+    function = namespace[name]
+    formals = function.__code__.co_varnames[3 : function.__code__.co_argcount]
+    # The saved values are a list that the backward pops from its end: one placeholder, indexed from there.
+    args = [_Popped(placeholder(label)) if label == "saved" else placeholder(label) for label in formals]
+    with torch.no_grad():
+        result = function(world, inputs, 0, *args)
+    graph.output(_plain(result))
+    graph.lint()
+    return torch.fx.GraphModule(root, graph, class_name=name)
+
+
+class _Popped:
+    """A traced stack of saved tuples: every `pop` is the next one from its end."""
+
+    def __init__(self, proxy: Any) -> None:
+        self.proxy, self.count = proxy, 0
+
+    def pop(self) -> Any:
+        self.count += 1
+        return _Unpacked(self.proxy[-self.count])
+
+
+class _Unpacked:
+    """``*saved.pop()``: as many values as the body called with it takes; resolved at the call."""
+
+    def __init__(self, proxy: Any) -> None:
+        self.proxy = proxy
+
+    def __iter__(self) -> Any:
+        return iter((self,))
+
+
+def _called(
+    name: str,
+    function: Callable[..., Any],
+    root: torch.nn.Module,
+    tracer: torch.fx.proxy.TracerBase,
+    source: str,
+    modules: dict[tuple[str, str], torch.fx.GraphModule],
+) -> Callable[..., Any]:
+    """The body as a call of a module, traced at its first call and shared by all stages."""
+
+    def call(b: int, B: int, *args: Any) -> Any:
+        count = function.__code__.co_argcount - 2
+        flat: list[Any] = []
+        for arg in args:
+            missing = count - len(args) + 1
+            flat += [arg.proxy[i] for i in range(missing)] if isinstance(arg, _Unpacked) else [arg]
+        key = (name, source[source.index(f"def {name}(") :].split("\n\n\n", 1)[0])
+        if key not in modules:
+            modules[key] = _body(function, b, B, count)
+        setattr(root, name, modules[key])
+        results = tracer.create_proxy("call_module", name, tuple(flat), {})
+        shape = modules[key].returns
+        return _unflattened(results, shape)
+
+    return call
+
+
+def _body(function: Callable[..., Any], b: int, B: int, count: int) -> torch.fx.GraphModule:
+    graph = torch.fx.Graph()
+    tracer = torch.fx.proxy.GraphAppendingTracer(graph)
+    names = function.__code__.co_varnames[2 : 2 + count]
+    result = function(b, B, *(torch.fx.Proxy(graph.placeholder(name), tracer) for name in names))
+    graph.output(_plain(result))
+    module = torch.fx.GraphModule(torch.nn.Module(), graph, class_name=function.__name__)
+    module.returns = _shape(result)
+    return module
+
+
+def _shape(value: Any) -> Any:
+    return tuple(_shape(item) for item in value) if isinstance(value, tuple) else None
+
+
+def _unflattened(proxy: Any, shape: Any) -> Any:
+    """The results of a call one by one; a tuple among them (what is saved, a unit's gradients) stays whole."""
+    return proxy if shape is None else tuple(proxy[i] for i in range(len(shape)))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, torch.fx.Proxy):
+        return value.node
+    if isinstance(value, tuple | list):
+        return tuple(_plain(item) for item in value)
+    return value
+
+
+def _identifier(label: str) -> str:
+    return "".join(c if c.isalnum() else "_" for c in label).strip("_")

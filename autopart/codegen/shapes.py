@@ -1,0 +1,175 @@
+"""Bodies on shapes: what a rank's functions return for tensors of given shapes, found on tensors without data."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from types import CodeType
+from typing import Any
+
+import torch
+
+from autopart import _torch
+
+Shape = tuple[int, ...]
+
+META = torch.device("meta")
+
+_WORD = re.compile(r"\w+")
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """A tensor's shape and dtype, standing for it.
+
+    `microbatch` is the one that it belongs to, None for what all share; `unit` the unit that it is a parameter of;
+    `call` the number of the body's call that made it. None of these count when specs are compared.
+    """
+
+    shape: Shape
+    dtype: torch.dtype
+    microbatch: int | None = field(default=None, compare=False)
+    unit: str = field(default="", compare=False)
+    call: int = field(default=-1, compare=False)
+
+
+class Samples(int):
+    """The number of samples of a microbatch, and whatever is computed from it."""
+
+    microbatch: int
+
+    def __new__(cls, number: int, microbatch: int) -> Samples:
+        made = super().__new__(cls, number)
+        made.microbatch = microbatch
+        return made
+
+    def __mul__(self, other: int) -> Samples:
+        return Samples(int(self) * other, self.microbatch)
+
+    def __add__(self, other: int) -> Samples:
+        return Samples(int(self) + other, self.microbatch)
+
+    def __sub__(self, other: int) -> Samples:
+        return Samples(int(self) - other, self.microbatch)
+
+    __rmul__, __radd__ = __mul__, __add__
+
+
+def _body_nodes(tree: ast.Module) -> Iterator[ast.FunctionDef]:
+    """The functions that compute: those that take ``b`` and ``B``, and the prologue."""
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef):
+            formals = [a.arg for a in node.args.args]
+            if formals[:2] == ["b", "B"] or node.name == "prologue":
+                yield node
+
+
+@dataclass(frozen=True, slots=True)
+class Body:
+    """A body's text (with all that it calls), and whether what it returns may depend on the size of the whole batch."""
+
+    text: str
+    reads_whole: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Parsed:
+    """A rank's source, compiled, with its bodies by name."""
+
+    code: CodeType
+    bodies: dict[str, Body]
+
+
+def parse(source: str, name: str) -> Parsed:
+    """Compile a source under a file name. Raises SyntaxError."""
+    tree = ast.parse(source, name)
+    lines = source.splitlines()
+    functions = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+    bodies = {}
+    for node in _body_nodes(tree):
+        text = "\n".join(lines[node.lineno - 1 : node.end_lineno])
+        words = _WORD.findall(text)
+        alone = functions.isdisjoint({*words} - {node.name})
+        # Every body has B among its formals; the prologue begins with it.
+        bodies[node.name] = Body(
+            text if alone else source, node.name == "prologue" or not alone or words.count("B") > 1
+        )
+    return Parsed(compile(tree, name, "exec"), bodies)
+
+
+class Bodies:
+    """Calls of bodies on shapes, each distinct one run once. Shared by the ranks of one program."""
+
+    def __init__(self) -> None:
+        self._made: dict[Any, Any] = {}
+        self._parsed: dict[tuple[str, str], Parsed] = {}
+
+    def parsed(self, source: str, name: str) -> Parsed:
+        """`parse`, once a source."""
+        key = (source, name)
+        if key not in self._parsed:
+            self._parsed[key] = parse(source, name)
+        return self._parsed[key]
+
+    def call(self, function: Callable[..., Any], body: Body, args: tuple[Any, ...]) -> Any:
+        """What a body returns, as shapes. Bodies of equal text share results."""
+        key = (body.text, function.__name__, args if body.reads_whole else (*args[:1], *args[2:]))
+        if key not in self._made:
+            self._made[key] = _specs(_on_shapes(function, args))
+        return self._made[key]
+
+
+def _on_shapes(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """Call a body on meta tensors; on fake ones, ten times slower, where an op knows no meta tensors."""
+    with torch.no_grad():
+        try:
+            return function(*(_empty(arg, META) for arg in args))
+        except NotImplementedError:
+            function.__globals__["DEVICE"] = cpu = torch.device("cpu")
+            try:
+                with _torch.FakeTensorMode():
+                    return function(*(_empty(arg, cpu) for arg in args))
+            finally:
+                function.__globals__["DEVICE"] = META
+
+
+def _empty(arg: Any, device: torch.device) -> Any:
+    match arg:
+        case Spec():
+            return torch.empty(arg.shape, dtype=arg.dtype, device=device)
+        case Samples():
+            return int(arg)
+        case _:
+            return arg
+
+
+def _specs(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return Spec(tuple(value.shape), value.dtype)
+    return tuple(_specs(item) for item in value) if isinstance(value, tuple | list) else value
+
+
+def made_by(value: Any, microbatch: int | None, call: int) -> Any:
+    """A body's results as those of one call, which belong to a microbatch."""
+    if isinstance(value, Spec):
+        return Spec(value.shape, value.dtype, microbatch, call=call)
+    return tuple(made_by(item, microbatch, call) for item in value) if isinstance(value, tuple) else value
+
+
+def joined(parts: Sequence[Spec], dim: int | None) -> Spec:
+    """The parts concatenated along `dim`; the first with None. TypeError if other dims differ."""
+    first = parts[0]
+    if dim is None:
+        return Spec(first.shape, first.dtype)
+    for part in parts:
+        if (*part.shape[:dim], *part.shape[dim + 1 :]) != (*first.shape[:dim], *first.shape[dim + 1 :]):
+            raise TypeError(f"parts of shapes {shown(parts)} are joined along dim {dim}")
+    return Spec((*first.shape[:dim], sum(p.shape[dim] for p in parts), *first.shape[dim + 1 :]), first.dtype)
+
+
+def shown(specs: Iterable[Spec | None]) -> str:
+    """``float32[4, 8], None``."""
+    texts = (f"{str(s.dtype).removeprefix('torch.')}{list(s.shape)}" if s is not None else "None" for s in specs)
+    return ", ".join(texts)

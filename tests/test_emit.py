@@ -1,0 +1,107 @@
+"""The emitted text: what a person reads. Golden files change with `--update-golden`; read the difference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+from torch import nn
+
+from autopart.api.compiler import captured_step, lower, solve
+from autopart.capture import read
+from autopart.codegen.source import source
+from autopart.errors import VerificationError
+from autopart.ir.action import Action, Kind
+from autopart.ir.mesh import Mesh
+from autopart.ir.program import Program
+from autopart.passes import emit as emitting
+from autopart.passes.schedule import schedule
+from autopart.passes.segment import segment
+from autopart.passes.split import split
+from tests.models import GPT, MODELS
+
+
+@cache
+def program(name: str, mesh: tuple[tuple[str, int], ...], placement: str, microbatches: int) -> Program:
+    model, args, kwargs = MODELS[name]()
+    segmented = segment(captured_step(model, read(model, args, kwargs), None, False, "direct"))
+    plan = solve(segmented, devices=Mesh(mesh).size, mesh=dict(mesh), placement=placement, microbatches=microbatches)
+    return lower(segmented, plan)
+
+
+GOLDEN = {
+    "mlp_pp2_dp2_fsdp": ("mlp", (("pp", 2), ("dp", 2)), "fsdp", 3),
+    "gpt_pp2_ddp": ("gpt", (("pp", 2),), "ddp", 6),
+    "half_frozen_dp2_zero1": ("half_frozen", (("dp", 2),), "zero1", 1),
+}
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_golden_text(name: str, golden: Callable[[str, str], None]) -> None:
+    made = program(*GOLDEN[name])
+    golden(f"{name}_first.py", made.ranks[0].source)
+    golden(f"{name}_last.py", made.ranks[-1].source)
+    golden(f"{name}_actions.txt", "\n".join(",".join(map(str, rank.actions)) for rank in made.ranks) + "\n")
+
+
+def lines(layers: int, *, skips: bool, mesh: dict[str, int]) -> int:
+    torch.manual_seed(0)
+    model = GPT(layers=layers, skips=skips).double()
+    ids = torch.randint(0, 32, (8, 8))
+    segmented = segment(captured_step(model, read(model, (ids, ids)), None, False, "direct"))
+    cut = len(segmented.segments) // 2
+    pins = {"stages": [segmented.segments[cut].name]} if "pp" in mesh else {}
+    plan = solve(segmented, devices=Mesh.of(mesh).size, mesh=mesh, placement="zero1", microbatches=4, **pins)
+    return max(len(rank.source.splitlines()) for rank in lower(segmented, plan, check=False).ranks)
+
+
+@pytest.mark.parametrize("mesh", [{"dp": 2}, {"pp": 2, "dp": 2}], ids=["dp2", "pp2dp2"])
+def test_text_does_not_grow_with_depth(mesh: dict[str, int]) -> None:
+    assert lines(16, skips=False, mesh=mesh) <= lines(6, skips=False, mesh=mesh)
+    assert lines(16, skips=True, mesh=mesh) <= 1.5 * lines(6, skips=True, mesh=mesh)
+
+
+def test_schedule_is_rolled() -> None:
+    few, many = (program("gpt", (("pp", 2),), "ddp", m) for m in (6, 8))
+    for a, b in zip(few.ranks, many.ranks, strict=True):
+        assert len(a.source.splitlines()) == len(b.source.splitlines())
+        assert len(a.actions) < len(b.actions)
+
+
+def test_names_that_python_does_not_allow() -> None:
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.add_module("lambda", nn.Linear(4, 4))
+            self.add_module("b", nn.Linear(4, 4))
+            self.add_module("world", nn.Linear(4, 1))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for part in self.children():
+                x = part(x)
+            return x.sum()
+
+    model = Odd()
+    segmented = segment(captured_step(model, read(model, (torch.ones(4, 4),)), None, False, "direct"))
+    made = lower(segmented, solve(segmented, devices=2, mesh={"pp": 2}, microbatches=2))
+    assert all("def step(world, batch):" in rank.source for rank in made.ranks)
+
+
+def test_text_that_does_something_else_than_planned_is_not_handed_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, args, kwargs = MODELS["mlp"]()
+    segmented = segment(captured_step(model, read(model, args, kwargs), None, False, "direct"))
+    plan = solve(segmented, devices=2, mesh={"dp": 2}, microbatches=2, placement="ddp")
+    staged = split(segmented, plan)
+    scheduled = schedule(staged, plan)
+
+    def wrong(*args: object) -> str:
+        return source(*args).replace('world.all_reduce("out", axis="dp")', "pass")  # type: ignore[arg-type]
+
+    monkeypatch.setattr(emitting, "source", wrong)
+    with pytest.raises(VerificationError, match="planned"):
+        emitting.emit(staged, scheduled, plan)
+    row = replace(scheduled, table=((Action(Kind.F, 0, 0), *scheduled.table[0][1:]),))
+    assert row == scheduled
