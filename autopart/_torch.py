@@ -9,9 +9,14 @@ from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
-from torch._dynamo.exc import Unsupported, UserError
+from torch._dynamo.exc import TorchRuntimeError, Unsupported, UserError
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
@@ -26,12 +31,17 @@ __all__ = [
     "is_traced",
     "joint_graph",
     "pytree",
+    "quiet",
 ]
 
-DYNAMO_REFUSALS: tuple[type[Exception], ...] = (Unsupported, UserError)
+DYNAMO_REFUSALS: tuple[type[Exception], ...] = (Unsupported, UserError, TorchRuntimeError)
 """What torch.compile raises for code that it cannot put into one graph."""
 
-DATA_DEPENDENT: tuple[type[Exception], ...] = (DataDependentOutputException, GuardOnDataDependentSymNode)
+DATA_DEPENDENT: tuple[type[Exception], ...] = (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    GuardOnDataDependentSymNode,
+)
 """What tracing on fake tensors raises where Python needs the value of a tensor."""
 
 
@@ -63,7 +73,7 @@ def dynamo_graph(
     kwargs: dict[str, Any],
     backend: Callable[[torch.fx.GraphModule, list[torch.Tensor]], Callable[..., Any]],
 ) -> Any:
-    """Call `function` under torch.compile, whole-graph and with every size fixed, handing its one graph to `backend`."""
+    """Call `function` under torch.compile, whole and with every size fixed, handing its one graph to `backend`."""
     config: Any = torch._dynamo.config
     patch = config.patch(
         automatic_dynamic_shapes=False,
@@ -80,9 +90,23 @@ def _logger_methods() -> set[Any]:
     """Logger methods that dynamo may skip: a library's warnings do not belong to its mathematics."""
     import logging
 
-    methods = {logging.Logger.warning, logging.Logger.info, logging.Logger.debug, logging.Logger.error}
+    methods = {logging.Logger.warning, logging.Logger.info, logging.Logger.debug, logging.Logger.error, print}
     once = getattr(logging.Logger, "warning_once", None)
     return methods | ({once} if once is not None else set())
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Without the stack traces that torch logs where tracing fails: the error itself is raised."""
+    import logging
+
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 @contextlib.contextmanager
@@ -102,8 +126,8 @@ def exporting() -> Iterator[None]:
 def intercept_norms(clip: Callable[..., Any], norm: Callable[..., Any]) -> None:
     """Make ``clip_grad_norm_`` and ``get_total_norm`` call ``clip(original, ...)`` and ``norm(original, ...)``; once.
 
-    Both are wrappers around a function in a closure cell. The cell is what changes, so that a name imported from torch long
-    ago sees it too.
+    Both are wrappers around a function in a closure cell. The cell is what changes, so that a name imported from torch
+    long ago sees it too.
     """
     for public, handler in ((torch.nn.utils.clip_grad_norm_, clip), (torch.nn.utils.get_total_norm, norm)):
         cell = next(c for c in public.__closure__ or () if callable(c.cell_contents))

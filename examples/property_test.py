@@ -5,6 +5,7 @@ Run it with pytest (`pytest examples/property_test.py`) or alone (`python exampl
 
 from __future__ import annotations
 
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -37,7 +38,7 @@ EXAMPLES = 10
 def test_trains_as_on_one_device(data: st.DataObject) -> None:
     """Loss, gradients and parameters after some steps are the plain module's, whatever the plan and the batch."""
     model = Regressor().double()
-    args = data.draw(testing.batches(model))
+    args = data.draw(testing.batches(model, (torch.randn(4, 6), torch.randn(4, 3))))
     plan = data.draw(testing.plans(model, args))
     testing.assert_parity(model, args, plan=plan)
 

@@ -125,21 +125,75 @@ def rebuilt(captured: Captured, call: Call, outputs: Mapping[int, torch.Tensor])
 def eager(
     module: torch.nn.Module,
     call: Call,
-    loss_of: Callable[[Any], torch.Tensor | None],
     loss_fn: Callable[..., Any] | None = None,
     target: bool = False,
+    *,
+    grad: bool = True,
 ) -> tuple[Any, Values]:
     """The return value and the gradients by name of the module itself, run on its own; nothing is left in `.grad`."""
     args, kwargs = call.unflatten()
-    value = module(*(args[:-1] if target else args), **kwargs)
-    if loss_fn is not None:
-        value = (loss_fn(value, args[-1]) if target else loss_fn(value)), value
-    loss = loss_of(value)
+    with torch.set_grad_enabled(grad):
+        value = module(*(args[:-1] if target else args), **kwargs)
+        if loss_fn is not None:
+            value = (loss_fn(value, args[-1]) if target else loss_fn(value)), value
+    loss = _loss(value)
     named = {name: p for name, p in module.named_parameters() if p.requires_grad}
     if loss is None or not loss.requires_grad:
         return value, {}
     grads = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
     return value, {name: g for name, g in zip(named, grads, strict=True) if g is not None}
+
+
+def _loss(value: Any) -> torch.Tensor | None:
+    if isinstance(value, dict):
+        value = value.get("loss")
+    elif isinstance(value, tuple):
+        value = value[0]
+    return value if isinstance(value, torch.Tensor) and value.dim() == 0 else None
+
+
+def assert_same(
+    captured: Captured,
+    call: Call,
+    found: tuple[dict[int, torch.Tensor], Values],
+    expected: tuple[Any, Values],
+    tolerance: float,
+) -> None:
+    """Compare outputs by index and gradients by target with an eager return value and its gradients.
+
+    Tied parameters count as one. The measure is that of DESIGN 6.1: the norm of the difference against the norm of the
+    reference, or a thousandth of the largest gradient's.
+    """
+    outputs, grads = found
+    value, wanted = expected
+    assert type(made := rebuilt(captured, call, outputs)) is type(value)
+    for one, two in zip(_leaves(made), _leaves(value), strict=True):
+        if isinstance(two, torch.Tensor):
+            assert (one.shape, one.dtype) == (two.shape, two.dtype)
+            assert distance(one, two.detach()) <= tolerance, (one, two)
+        else:
+            assert one == two and type(one) is type(two)
+    tied = dict(captured.tied)
+    total: Values = {}
+    for name, grad in wanted.items():
+        total[tied[name]] = total[tied[name]] + grad if tied[name] in total else grad
+    assert grads.keys() == total.keys()
+    largest = max((float(g.norm()) for g in total.values()), default=0.0)
+    for name, grad in grads.items():
+        assert distance(grad, total[name], 1e-3 * largest) <= tolerance, name
+
+
+def distance(one: torch.Tensor, two: torch.Tensor, least: float = 0.0) -> float:
+    """``||one - two|| / max(||two||, least)``, 0 for equal tensors."""
+    one, two = (x.to(torch.promote_types(x.dtype, torch.float64)) for x in (one, two))
+    difference = float((one - two).abs().norm())
+    return difference / max(float(two.abs().norm()), least, 1e-300) if difference else 0.0
+
+
+def _leaves(value: Any) -> list[Any]:
+    """The leaves of a return value, caches and the like dropped, as capture leaves them out."""
+    leaves = pytree.tree_flatten(value, is_leaf=lambda x: not isinstance(x, list | tuple | dict))[0]
+    return [x for x in leaves if isinstance(x, torch.Tensor | bool | int | float | str)]
 
 
 def segmentwise_step(

@@ -20,6 +20,7 @@ from autopart.ir.program import Program
 from autopart.passes import emit as emitting
 from autopart.passes.schedule import schedule
 from autopart.passes.segment import segment
+from autopart.passes.shard import shard
 from autopart.passes.split import split
 from tests.models import GPT, MODELS
 
@@ -94,7 +95,7 @@ def test_text_that_does_something_else_than_planned_is_not_handed_out(monkeypatc
     model, args, kwargs = MODELS["mlp"]()
     segmented = segment(captured_step(model, read(model, args, kwargs), None, False, "direct"))
     plan = solve(segmented, devices=2, mesh={"dp": 2}, microbatches=2, placement="ddp")
-    staged = split(segmented, plan)
+    staged = split(shard(segmented), plan)
     scheduled = schedule(staged, plan)
 
     def wrong(*args: object) -> str:

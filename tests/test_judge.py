@@ -15,8 +15,9 @@ from autopart.capture import capture, read
 from autopart.errors import CaptureError
 from autopart.ir.captured import Captured
 from autopart.ir.graph import Input, Node, Output, Ref, Size, Value
+from autopart.ir.placement import Partial, Replicate, Shard
 from autopart.passes.decompose import decompose_means, explicit_squeezes
-from autopart.passes.judge import Judgement, Partial, Replicated, Site, Split, judge
+from autopart.passes.judge import Judgement, Site, judge
 
 aten = torch.ops.aten
 BATCH = 6
@@ -97,7 +98,7 @@ def outputs(step: Captured, judgement: Judgement, env: Tensors, share: float) ->
     return [env[out.name] * (share if i in scaled else 1.0) for i, out in enumerate(step.outputs)]
 
 
-def rows(tensor: torch.Tensor, place: Split, cuts: Sequence[int]) -> Sequence[torch.Tensor]:
+def rows(tensor: torch.Tensor, place: Shard, cuts: Sequence[int]) -> Sequence[torch.Tensor]:
     """The parts of a tensor along its batch."""
     spread = tensor.unflatten(place.dim, (place.outer, sum(cuts), -1))
     return [part.flatten(place.dim, place.dim + 2) for part in spread.split(list(cuts), place.dim + 1)]
@@ -130,7 +131,7 @@ def check(
     batches = []
     for i, size in enumerate(cuts):
         part = {
-            n: rows(t, place, cuts)[i] if isinstance(place := places[n], Split) else t
+            n: rows(t, place, cuts)[i] if isinstance(place := places[n], Shard) else t
             for n, t in given.items()
             if n in places
         }
@@ -139,7 +140,7 @@ def check(
         parts = [env[name] for env in batches]
         if isinstance(place, Partial):
             _agree(name, sum(part.to(torch.float64) for part in parts), whole[name])
-        elif isinstance(place, Split):
+        elif isinstance(place, Shard):
             for wanted, part in zip(rows(whole[name], place, cuts), parts, strict=True):
                 _agree(name, part, wanted) if name not in _counts(step) else None
         else:
@@ -247,7 +248,7 @@ def test_microbatches_add_up_to_the_whole_batch(name: str) -> None:
 def test_a_mean_is_a_sum_over_the_whole_batch() -> None:
     step, _, _ = step_of(ACCEPTED["mean"][0], "values")
     judgement = judged(step)
-    assert place(step, judgement, aten.addmm) == Split(0)
+    assert place(step, judgement, aten.addmm) == Shard(0)
     assert place(step, judgement, aten.sum) == Partial()
     divisors = [node.args[1] for node in step.nodes if node.op is aten.div.Tensor]
     assert divisors == [Size(3, whole=True)]
@@ -259,7 +260,7 @@ def test_the_count_of_valid_targets_is_a_prologue() -> None:
     step, _, _ = step_of(ACCEPTED["cross entropy"][0])
     judgement = judged(step)
     (count,) = judgement.prologue
-    assert judgement.placements[count] == Replicated()
+    assert judgement.placements[count] == Replicate()
     assert "ne" in str(next(node for node in step.nodes if "ne" in node.opname).op)
     ops = [node.op.overloadpacket for node in step.nodes if count in node.names()]
     assert ops == [aten._to_copy] or ops == [aten.sum]
@@ -298,7 +299,7 @@ def test_a_size_in_the_arithmetic_is_whole_and_a_size_in_a_shape_is_not() -> Non
 
 def test_the_batch_may_be_the_inner_part_of_a_dim() -> None:
     step, _, _ = step_of(_sequence, "values")
-    assert place(step, judged(step), aten.addmm) == Split(0, outer=5)
+    assert place(step, judged(step), aten.addmm) == Shard(0, outer=5)
 
 
 @pytest.mark.parametrize("fault", ["shares", "whole", "prologue"])
@@ -372,7 +373,7 @@ def test_what_couples_the_samples_is_refused(name: str) -> None:
     body, message = REFUSED[name]
     with pytest.raises(CaptureError, match=f"(?s)aten.{message}" if "." in message else message) as caught:
         judged(step_of(body, "values", norm=nn.BatchNorm1d(3))[0])
-    assert 'semantics="accumulate"' in str(caught.value)
+    assert 'batch=' in str(caught.value)
 
 
 def test_a_refusal_names_the_module_and_the_line() -> None:
@@ -447,4 +448,4 @@ def test_the_tangent_of_an_output_is_placed_as_the_output() -> None:
     judgement = judge(
         [X, W, Input(tangent, "tangent", "0")], nodes, [Output("y", "output", "0"), Output("dw", "grad", "w")]
     )
-    assert judgement.placements["dy"] == Split(1) and judgement.placements["dw"] == Partial()
+    assert judgement.placements["dy"] == Shard(1) and judgement.placements["dw"] == Partial()

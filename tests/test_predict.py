@@ -29,6 +29,7 @@ from autopart.passes.normalise import normalise
 from autopart.passes.predict import predict_memory, predict_traffic, with_memory, with_traffic
 from autopart.passes.schedule import schedule
 from autopart.passes.segment import segment
+from autopart.passes.shard import shard
 from autopart.passes.split import split
 from autopart.runtime.batch import Batch
 from autopart.runtime.local import run_ranks
@@ -125,7 +126,7 @@ def case(name: str, mesh: dict[str, int], placement: str, order: str = "1f1b", m
 
 
 def lowered(found: Sample, plan: Plan) -> Case:
-    staged = split(found.segmented, plan)
+    staged = split(shard(found.segmented), plan)
     scheduled = schedule(staged, plan)
     return Case(found, plan, staged, scheduled, emit(staged, scheduled, plan))
 

@@ -25,6 +25,7 @@ from autopart.passes.emit import emit
 from autopart.passes.normalise import normalise
 from autopart.passes.schedule import schedule
 from autopart.passes.segment import segment
+from autopart.passes.shard import shard
 from autopart.passes.split import split
 from autopart.passes.verify import verify
 from tests.models import MODELS
@@ -92,9 +93,9 @@ def program(
 ) -> Program:
     mesh, step = Mesh(axes), captured(name)
     plan = plan_for(step, mesh, placement, schedule_name, microbatches, cuts)
-    staged = split(segment(step, cuts=cuts), plan)
+    staged = split(shard(segment(step, cuts=cuts)), plan)
     if not training:
-        staged = split(segment(captured(name, training=False), cuts=cuts), plan, state=staged.state)
+        staged = split(shard(segment(captured(name, training=False), cuts=cuts)), plan, state=staged.state)
     return emit(staged, schedule(staged, plan), plan)
 
 
@@ -332,7 +333,7 @@ TIED = '    world.all_reduce("wte.weight", axis="pp", stages=(0, 2))\n'
         ),
         (
             [0],
-            [("(blockss[1], blockss[0]), saved", "(blockss[1],), saved")],
+            [("(all_blocks[1], all_blocks[0]), saved", "(all_blocks[1],), saved")],
             r"rule transfers: rank 0.*0SEND0>2.*it sends",
         ),
         ([1], [("acts_1_2.pop(k), stage=1", "acts_1_2[k], stage=1")], "rule text: rank 1.*read without being taken"),

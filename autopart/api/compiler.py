@@ -24,9 +24,14 @@ from autopart.passes.normalise import normalise
 from autopart.passes.predict import with_memory, with_traffic
 from autopart.passes.schedule import schedule as scheduled
 from autopart.passes.segment import segment
+from autopart.passes.shard import shard
 from autopart.passes.split import split
 from autopart.passes.verify import verify
 from autopart.solver.choose import choose
+
+NO_TARGET = capturing.NO_TARGET
+
+NO_TARGET = capturing.NO_TARGET
 
 PlacementPin = str | Placement | Mapping[str, str | Placement] | None
 
@@ -66,14 +71,14 @@ def solve(
         memory=memory,
         fingerprint=fingerprint(captured),
     )
-    staged = split(segmented, chosen)
+    staged = split(shard(segmented), chosen)
     lowered = scheduled(staged, chosen)
     return with_memory(with_traffic(chosen, staged, lowered), staged, lowered)
 
 
 def lower(segmented: Segmented, plan: Plan, *, state: State | None = None, check: bool = True) -> Program:
-    """split, schedule, emit and verify."""
-    staged = split(segmented, plan, state=state)
+    """shard, split, schedule, emit and verify."""
+    staged = split(shard(segmented), plan, state=state)
     program = emit(staged, scheduled(staged, plan), plan)
     if check:
         verify(program)
@@ -87,18 +92,19 @@ def compile(
     kwargs: Mapping[str, Any] | None = None,
     *,
     loss_fn: Callable[..., Any] | None = None,
+    target: Any = NO_TARGET,
     batch: Mapping[str, int | None] | None = None,
     semantics: str = "exact",
     capture: str = "compile",
 ) -> Program:
     """The program of one training step of ``model(*args, **kwargs)`` under a plan; verified before it is returned.
 
-    With `loss_fn`, the loss is ``loss_fn(output)``. No process group is needed and nothing is run. Raises CaptureError for a
+    With `loss_fn`, the loss is ``loss_fn(output)``, or ``loss_fn(output, target)`` with `target`. No process group is needed and nothing is run. Raises CaptureError for a
     model that cannot be captured or split, ValueError for a plan of another model, VerificationError for a faulty program.
     """
     check_semantics(semantics)
-    call = capturing.read(model, args, kwargs, batch=batch)
-    captured = captured_step(model, call, loss_fn, False, capture)
+    call = capturing.read(model, args, kwargs, batch=batch, target=target)
+    captured = captured_step(model, call, loss_fn, target is not NO_TARGET, capture)
     check_fingerprint(plan, captured)
     return lower(segment(captured, cuts=cuts(plan)), plan)
 
@@ -111,6 +117,7 @@ def plan(
     cluster: Cluster | None = None,
     devices: int | None = None,
     loss_fn: Callable[..., Any] | None = None,
+    target: Any = NO_TARGET,
     batch: Mapping[str, int | None] | None = None,
     semantics: str = "exact",
     capture: str = "compile",
@@ -127,8 +134,8 @@ def plan(
     PlanInfeasible, with what binds and what would lift it, where nothing fits; ValueError or TypeError for a bad argument.
     """
     check_semantics(semantics)
-    call = capturing.read(model, args, kwargs, batch=batch)
-    captured = captured_step(model, call, loss_fn, False, capture)
+    call = capturing.read(model, args, kwargs, batch=batch, target=target)
+    captured = captured_step(model, call, loss_fn, target is not NO_TARGET, capture)
     return solve(
         segment(captured, cuts=named(stages)),
         cluster=cluster,

@@ -34,7 +34,7 @@ from autopart.runtime.residence import Residence
 from autopart.runtime.states import States
 from autopart.runtime.transport import Transport
 
-NO_TARGET = object()
+NO_TARGET = capturing.NO_TARGET
 CACHED_PROGRAMS = 8
 
 
@@ -66,8 +66,7 @@ class Session:
         self.join()
         moved_args, moved_kwargs, moved_target = self._moved((args, dict(kwargs), target))
         with as_plain(model, self.plain):
-            names = {} if target is NO_TARGET else {"target": moved_target}
-            call = capturing.read(model, moved_args, moved_kwargs, batch=self.options.batch, **names)
+            call = capturing.read(model, moved_args, moved_kwargs, batch=self.options.batch, target=moved_target)
             self._agree(model, call)
             compiled = self._compiled(model, call, target is not NO_TARGET)
         if self.transport is not None and self.residence is None:

@@ -8,17 +8,18 @@ from typing import Any
 
 import torch
 
+from autopart import _torch
 from autopart.capture import direct, dynamo
 from autopart.capture.call import Call, read_call
 from autopart.capture.convert import convert
-from autopart.capture.guard import untouched
+from autopart.capture.guard import fake_instead_of_meta, untouched
 from autopart.capture.trace import Names, Trace, where
 from autopart.errors import CaptureError
 from autopart.ir.captured import Captured
 
 ROUTES = {"compile": dynamo.trace, "direct": direct.trace}
 
-_NO_TARGET = object()
+NO_TARGET = object()
 
 
 def read(
@@ -27,10 +28,13 @@ def read(
     kwargs: Mapping[str, Any] | None = None,
     *,
     batch: Mapping[str, int | None] | None = None,
-    target: Any = _NO_TARGET,
+    target: Any = NO_TARGET,
 ) -> Call:
-    """The call as data: leaves, paths, batch dims. `target`, if given, is one more positional argument, for `loss_fn`."""
-    positional = tuple(args) if target is _NO_TARGET else (*args, target)
+    """The call as data: leaves, paths, batch dims.
+
+    `target`, if given, is one more positional argument, for `loss_fn`.
+    """
+    positional = tuple(args) if target is NO_TARGET else (*args, target)
     return read_call(positional, kwargs or {}, batch, inspect.signature(module.forward))
 
 
@@ -44,23 +48,26 @@ def capture(
 ) -> Captured:
     """The joint graph of one call.
 
-    The call is traced at two batch sizes made from it: its own and twice that (2 and 4 for a single sample, since sizes of one
-    broadcast). `route` is "compile" (through torch.compile) or "direct" (the module itself; for fake parameters and the
-    largest models). With `target`, the call's last positional argument is handed to `loss_fn` after the output.
+    The call is traced at two batch sizes made from it: its own and twice that (2 and 4 for a single sample, since sizes
+    of one broadcast). `route` is "compile" (through torch.compile) or "direct" (the module itself; for fake parameters
+    and the largest models). With `target`, the call's last positional argument is handed to `loss_fn` after the output.
 
-    Raises CaptureError for data-dependent control flow, with the user's file and line, and for computations that change with
-    the batch size by more than sizes proportional to it.
+    Raises CaptureError for data-dependent control flow, with the user's file and line, and for computations that change
+    with the batch size by more than sizes proportional to it.
     """
     if route not in ROUTES:
         raise ValueError(f"capture: unknown route {route!r}; one of {', '.join(ROUTES)}")
-    names = Names.of(module)
     small = max(call.batch, 2)
     with untouched(module):
+        fake_instead_of_meta(module)
+        names = Names.of(module)
         traces = [_trace(route, module, call, size, loss_fn, target, names) for size in (small, 2 * small)]
     if traces[0].training:
         for path, tensor in call.tensors:
             if tensor.requires_grad:
-                raise CaptureError(f"{path} requires grad, and gradients of inputs are not delivered yet; pass it detached")
+                raise CaptureError(
+                    f"{path} requires grad, and gradients of inputs are not delivered yet; pass it detached"
+                )
     return convert(traces[0], traces[1], call, names)
 
 
@@ -74,12 +81,19 @@ def _trace(
     names: Names,
 ) -> Trace:
     try:
-        return ROUTES[route](module, call.resized(batch), loss_fn, target, names)
-    except (RuntimeError, ValueError, TypeError, IndexError, AssertionError) as error:
-        if batch == call.batch:
+        with untouched(module), _torch.quiet():
+            return ROUTES[route](module, call.resized(batch), loss_fn, target, names)
+    except Exception as error:
+        known = isinstance(error, CaptureError)
+        reason = str(error) if known else f"forward fails: {error!r}"
+        if batch == call.batch and known:
             raise
+        if batch == call.batch:
+            raise CaptureError(f"{where(error, module)}: {reason}") from error
         raise CaptureError(
-            f"{where(error, module)}: the call cannot be made with {batch} samples ({error}), but its {call.batch} samples are to "
-            f"be split; name the batch dim of inputs where it is not dim 0, None for those that hold no samples: batch={{...}}. "
-            f"Inputs: {call.describe()}"
+            f"{where(error, module)}: the call cannot be made with {batch} samples, which its {call.batch} samples "
+            f"repeated must "
+            f"allow ({reason}); name the batch dim of the inputs where it is not dim 0, None for those that hold no "
+            f"samples, with "
+            f"batch={{...}}. Inputs: {call.describe()}"
         ) from error

@@ -26,26 +26,31 @@ def is_user_file(path: str) -> bool:
 
 
 class SourceLines(TorchFunctionMode):
-    """Notes the user's line at each torch call made under it."""
+    """Notes the user's line at each torch call made under it, among the frames above the one that makes this object."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outermost = sys._getframe(1)
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         frame: FrameType | None = sys._getframe(1)
-        while frame is not None and not is_user_file(frame.f_code.co_filename):
+        while frame is not None and frame is not self.outermost and not is_user_file(frame.f_code.co_filename):
             frame = frame.f_back
-        traceback.set_stack_trace([_line(frame.f_code.co_filename, frame.f_lineno)] if frame is not None else [])
+        user = [] if frame is None or frame is self.outermost else [_line(frame.f_code.co_filename, frame.f_lineno)]
+        traceback.set_stack_trace(user)
         return func(*args, **(kwargs or {}))
 
     def __exit__(self, *exception: Any) -> None:
         traceback.set_stack_trace([])
-        super().__exit__(*exception)
+        super().__exit__(*exception)  # type: ignore[no-untyped-call]
 
 
 @lru_cache(maxsize=4096)
 def _line(file: str, number: int) -> str:
     """The line as Python's tracebacks write it."""
-    return f'File "{file}", line {number}, in forward\n    {linecache.getline(file, number).strip()}'
+    return f'File "{file}", line {number}, in forward\n    {linecache.getline(file, number).strip()}\n'
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""The sample call: which of its leaves are tensors, which dim of each is the batch, and the same call at another batch."""
+"""The sample call: its leaves, which dim of each is the batch, and the same call at another batch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from autopart.errors import CaptureError
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A call flattened: `leaves` in pytree order with a `path` each (``args[0]``, ``kwargs['mask']``), None for non-tensors.
+    """A call flattened: `leaves` in pytree order with a `path` each (``args[0]``, ``kwargs['mask']``), None for
+    non-tensors.
 
     `dims` has the batch dim of each leaf, None where it is not split; `labels` what a person calls each leaf (``ids``,
     ``mask_a``), from the signature of `forward`.
@@ -35,7 +36,7 @@ class Call:
         return tuple((p, x) for p, x in zip(self.paths, self.leaves, strict=True) if isinstance(x, torch.Tensor))
 
     def resized(self, batch: int) -> Call:
-        """The same call with a batch of `batch` samples, repeating samples; every tensor is a fresh one without grad."""
+        """The same call with `batch` samples, repeating samples; every tensor is a fresh one without grad."""
         leaves = tuple(
             _resize(leaf, dim, self.batch, batch) if isinstance(leaf, torch.Tensor) else leaf
             for leaf, dim in zip(self.leaves, self.dims, strict=True)
@@ -65,14 +66,16 @@ def read_call(
 ) -> Call:
     """Flatten a call and find the batch dim of every tensor.
 
-    `batch` maps an input's name (a parameter in `forward`'s signature, or a full path) to its batch dim or None. Unnamed
-    tensors are split at dim 0 where its size equals that of the first tensor input. Raises TypeError or ValueError for a
-    `batch` that does not fit the call.
+    `batch` maps an input's name (a parameter in `forward`'s signature, or a full path) to its batch dim or None.
+    Unnamed tensors are split at dim 0 where its size equals that of the first tensor input. Raises TypeError or
+    ValueError for a `batch` that does not fit the call.
     """
     pairs, spec = _torch.pytree.tree_flatten_with_path((tuple(args), dict(kwargs)))
     paths = tuple(_path(keys) for keys, _ in pairs)
     leaves = tuple(_contiguous(leaf) for _, leaf in pairs)
-    slots = tuple(p.name for p in signature.parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD))
+    slots = tuple(
+        p.name for p in signature.parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    )
     known = slots + tuple(p.name for p in signature.parameters.values() if p.kind is p.KEYWORD_ONLY)
     named = _named_dims(paths, leaves, batch, slots, known)
     size = _batch_size(paths, leaves, named)
@@ -94,7 +97,7 @@ def read_call(
 
 
 def _contiguous(leaf: Any) -> Any:
-    """Parts of the batch are contiguous, so the whole is read that way too: strides decide which operators are traced."""
+    """Parts of the batch are contiguous, so the whole is read that way: strides decide which operators run."""
     return leaf.contiguous() if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided else leaf
 
 
@@ -133,7 +136,8 @@ def _batch_size(paths: tuple[str, ...], leaves: tuple[Any, ...], named: dict[str
                 raise ValueError(f"batch: {path} has no samples (size 0 along dim {dim})")
             return int(leaf.shape[dim])
     raise CaptureError(
-        "the call has no tensor input with a batch dim, so there is nothing to split; pass the batch as a tensor argument, "
+        "the call has no tensor input with a batch dim, so there is nothing to split; pass the batch as a tensor "
+        "argument, "
         "or name its dim with batch={'name': dim}"
     )
 

@@ -22,13 +22,16 @@ _ALIASES = ("aten.detach.default", "aten.alias.default", "aten.lift_fresh_copy.d
 
 
 def convert(small: Trace, large: Trace, call: Call, names: Names) -> Captured:
-    """The one graph behind two traces. Raises CaptureError where the traces differ in more than sizes affine in the batch.
+    """The one graph behind two traces. Raises CaptureError where the traces differ in more than sizes affine in the
+    batch.
 
-    Inputs come in the module's and the call's order, whether the graph reads them or not, so that the two capture routes agree:
-    parameters, buffers, the call's tensors, constants, tangents.
+    Inputs come in the module's and the call's order, whether the graph reads them or not, so that the two capture
+    routes agree: parameters, buffers, the call's tensors, constants, tangents.
     """
     if small.outputs != large.outputs or small.result != large.result:
-        raise CaptureError("the module returns another structure at another batch size; what it returns must not depend on it")
+        raise CaptureError(
+            "the module returns another structure at another batch size; what it returns must not depend on it"
+        )
     merge = _Merge(small, large, call, names)
     nodes = merge.nodes()
     captured = Captured(
@@ -49,7 +52,10 @@ def convert(small: Trace, large: Trace, call: Call, names: Names) -> Captured:
 
 
 class _Merge:
-    """Walks two graphs in step. `alias` maps an FX node's name to the value that stands for it, `named` to its new name."""
+    """Walks two graphs in step.
+
+    `alias` maps an FX node's name to the value that stands for it, `named` to its new name.
+    """
 
     def __init__(self, small: Trace, large: Trace, call: Call, names: Names) -> None:
         self.small, self.large, self.call, self.owned = small, large, call, names
@@ -71,11 +77,13 @@ class _Merge:
             if a.op != b.op or (a.op == "call_function" and a.target != b.target):
                 raise CaptureError(
                     f"{_at(a)}: the module does another computation at another batch size ({a.target} at batch "
-                    f"{self.small.batch}, {b.target} at {self.large.batch}); if an input's batch is not dim 0, say so with batch="
+                    f"{self.small.batch}, {b.target} at {self.large.batch}); if an input's batch is not dim 0, say so "
+                    f"with batch="
                 )
         if len(one) != len(two):
             raise CaptureError(
-                f"the module does {len(one)} operations at batch {self.small.batch} but {len(two)} at {self.large.batch}; "
+                f"the module does {len(one)} operations at batch {self.small.batch} but {len(two)} at "
+                f"{self.large.batch}; "
                 "a loop over the batch cannot be split, and an input whose batch is not dim 0 needs batch="
             )
         return list(zip(one, two, strict=True))
@@ -143,7 +151,7 @@ class _Merge:
         items: dict[str, dict[int, torch.fx.Node]] = {}
         for a, _ in self.pairs:
             if a.target is operator.getitem:
-                items.setdefault(a.args[0].name, {})[a.args[1]] = a  # type: ignore[union-attr, index]
+                items.setdefault(a.args[0].name, {})[a.args[1]] = a  # type: ignore[union-attr, index, arg-type]
         twins = dict(self.pairs)
         made, backward = [], False
         for a, b in self.pairs:
@@ -175,7 +183,9 @@ class _Merge:
             found = (items.get(i) for i in range(len(result)))
             outs = tuple(self.value(n, twins[n]) if n is not None else None for n in found)
         else:
-            raise CaptureError(f"{_at(a)}: {a.target} has an effect other than its result, which a program of parts cannot keep")
+            raise CaptureError(
+                f"{_at(a)}: {a.target} has an effect other than its result, which a program of parts cannot keep"
+            )
         return Node(
             op=a.target,  # type: ignore[arg-type]
             args=tuple(self.argument(x, y, a) for x, y in zip(a.args, b.args, strict=True)),
@@ -198,11 +208,13 @@ class _Merge:
             return one
         step, rest = divmod(two - one, self.large.batch - self.small.batch)
         size = Size(step, one - step * self.small.batch)
-        # A quadratic size has a large negative constant: two sizes fit any line, so keep to lines that go near the origin.
+        # A quadratic size has a large negative constant: two sizes fit any line, so keep to lines that go near the
+        # origin.
         if rest or abs(size.constant) >= max(self.small.batch, 2):
             raise CaptureError(
                 f"{_at(at)}: the size {one} at batch {self.small.batch} becomes {two} at batch "
-                f"{self.large.batch}, which is no multiple of the batch; name inputs whose batch is not dim 0 with batch="
+                f"{self.large.batch}, which is no multiple of the batch; name inputs whose batch is not dim 0 with "
+                f"batch="
             )
         return size
 
@@ -268,7 +280,8 @@ class _Merge:
             elif kind == "InputMutationAOTOutput":
                 mutations.append(Output(self.name(item), "mutation", self.primals[desc.mutated_input][1]))
         order = {name: i for i, name in enumerate(self.owned.tensors)}
-        return (*made, *sorted(grads, key=lambda out: order[out.target]), *mutations)
+        grads.sort(key=lambda out: order[out.target])
+        return (*made, *grads, *sorted(mutations, key=lambda out: out.target))
 
     def result(self) -> tuple[str | tuple[str, Any], ...]:
         plain = self._plain_outputs()
@@ -303,7 +316,7 @@ def module_path(node: torch.fx.Node) -> str:
     stack = node.meta.get("fwd_nn_module_stack") or node.meta.get("nn_module_stack") or {}
     if not stack:
         return ""
-    path = list(stack.values())[-1][0]
+    path: str = list(stack.values())[-1][0]
     return path.removeprefix("L['module']").removeprefix(".")
 
 

@@ -34,7 +34,7 @@ def table() -> dict[Any, Callable[..., Any]]:
             aten.nll_loss2d_backward,
         ]
     )
-    own = {
+    own: dict[Any, Callable[..., Any]] = {
         aten.nll_loss_forward.default: _nll_loss_forward,
         aten.nll_loss_backward.default: _nll_loss_backward,
     }

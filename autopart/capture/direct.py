@@ -1,6 +1,7 @@
 """Capture without torch.compile: the module itself is traced, which is faster and takes fake parameters.
 
-Module names come from hooks that annotate the nodes made inside a module's forward; the annotation reaches backward nodes too.
+Module names come from hooks that annotate the nodes made inside a module's forward; the annotation reaches backward
+nodes too.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from autopart.capture.trace import Names, Trace, find_loss, flatten_result, held
 
 
 class _Flat(torch.nn.Module):
-    """The call as a module of flat tensors: inputs in, distinct result tensors out; the return value's shape is kept aside."""
+    """The call on flat tensors: inputs in, distinct result tensors out; the return value's shape is kept aside."""
 
     def __init__(self, module: torch.nn.Module, call: Call, run: Callable[..., Any]) -> None:
         super().__init__()
@@ -38,7 +39,7 @@ class _Flat(torch.nn.Module):
             value = self.run(self.module, args, kwargs)
         loss = find_loss(value, lambda x: bool(x.requires_grad))
         self.training_loss = loss is not None and loss.requires_grad and torch.is_grad_enabled()
-        found, self.tree = flatten_result(value)
+        found, self.tree = flatten_result(value, loss)
         held = {id(x) for x in (*self.module.parameters(), *self.module.buffers())}
         outputs: dict[int, torch.Tensor] = {}
         result: list[tuple[str, Any]] = []
@@ -68,9 +69,10 @@ def trace(module: torch.nn.Module, call: Call, loss_fn: Callable[..., Any] | Non
 
     flat = _Flat(module, call, run)
     tensors = tuple(tensor for _, tensor in call.tensors)
+    held = dict(flat.named_parameters(remove_duplicate=False)) | dict(flat.named_buffers(remove_duplicate=False))
     with _torch.exporting(), torch.fx.traceback.preserve_node_meta(), module_names(module):
         graph = joint(flat, tensors, module)
-    inputs = tuple(_input(node.meta["desc"], flat, call, names) for node in graph.graph.nodes if _primal(node))
+    inputs = tuple(_input(node.meta["desc"], held, call, names) for node in graph.graph.nodes if _primal(node))
     return Trace(graph, call.batch, inputs, flat.outputs, flat.result, flat.tree, flat.training_loss)
 
 
@@ -78,14 +80,14 @@ def _primal(node: torch.fx.Node) -> bool:
     return node.op == "placeholder" and type(node.meta["desc"]).__name__ != "TangentAOTInput"
 
 
-def _input(descriptor: Any, flat: _Flat, call: Call, names: Names) -> tuple[str, str, torch.Tensor]:
+def _input(descriptor: Any, held: dict[str, torch.Tensor], call: Call, names: Names) -> tuple[str, str, torch.Tensor]:
     """What a placeholder is; a tied parameter has a placeholder for each of its names."""
     match type(descriptor).__name__:
         case "ParamAOTInput":
-            parameter = flat.get_parameter(descriptor.target)
+            parameter = held[descriptor.target]
             return "parameter", names.parameters[id(parameter)], parameter
         case "BufferAOTInput":
-            buffer = flat.get_buffer(descriptor.target)
+            buffer = held[descriptor.target]
             return "buffer", names.buffers[id(buffer)], buffer
         case _:
             path, tensor = call.tensors[descriptor.idx]

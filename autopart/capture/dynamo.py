@@ -6,6 +6,7 @@ hand-written ``autograd.Function`` backwards, and refuses a data-dependent branc
 
 from __future__ import annotations
 
+import re
 import types
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 
 from autopart import _torch
 from autopart.capture.call import Call
-from autopart.capture.trace import Names, Trace, find_loss, flatten_result, held_tensor, joint, plain_leaf
+from autopart.capture.trace import Names, Trace, find_loss, flatten_result, held_tensor, joint, plain_leaf, where
 from autopart.errors import CaptureError
 
 
@@ -62,7 +63,7 @@ def _finish(module: torch.nn.Module, call: Call, value: Any, seen: dict[str, Any
     loss = find_loss(value, lambda x: id(x) in metas and seen["requires_grad"][metas[id(x)]])
     loss_index = metas.get(id(loss)) if loss is not None else None
     training = loss_index is not None and seen["requires_grad"][loss_index] and torch.is_grad_enabled()
-    leaves, tree = flatten_result(value)
+    leaves, tree = flatten_result(value, loss)
     result: list[tuple[str, Any]] = []
     for leaf in leaves:
         if not isinstance(leaf, torch.Tensor):
@@ -103,16 +104,17 @@ def _name(tensor: torch.Tensor, given: dict[int, str], names: Names, index: int)
 
 
 def _refusal(error: Exception, module: torch.nn.Module) -> CaptureError:
-    """Dynamo's refusal in two lines: the user's line, and what it cannot do with it."""
+    """Dynamo's refusal in one line: the user's line, and what it cannot do with it."""
     text = str(error)
     reason = next((line.strip() for line in text.splitlines() if line.strip()), type(error).__name__)
-    stack = getattr(error, "real_stack", None) or []
-    frames = [f for f in stack if "/torch/" not in f.filename and "/autopart/" not in f.filename]
-    place = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else type(module).__name__
-    code = f" ({frames[-1].line.strip()})" if frames and frames[-1].line else ""
+    raised = re.search(r"raised exception (.*)|got ([A-Z]\w*\(.*\))", text)
+    if raised:
+        return CaptureError(f"{where(error, module)}: forward fails: {raised[1] or raised[2]}")
+    context = re.search(r"Developer debug context: (.{1,120})", text)
+    reason += f" ({context[1].strip()})" if context else ""
     advice = (
         "use torch.where or masking instead of a branch on a tensor's value, or move the decision out of forward"
         if "branch" in reason.lower() or "data" in reason.lower()
         else "rewrite the line in plain tensor operations, or try capture='direct'"
     )
-    return CaptureError(f"{place}{code}: cannot be captured in one graph: {reason}; {advice}")
+    return CaptureError(f"{where(error, module)}: cannot be captured in one graph: {reason}; {advice}")

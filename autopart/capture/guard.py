@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from autopart import _torch
 from autopart.errors import CaptureError
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -21,12 +22,12 @@ CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict, Counter)
 def untouched(module: torch.nn.Module) -> Iterator[None]:
     """Put back every submodule's attributes, plain containers in them, and every random generator afterwards.
 
-    Hooks on modules are off meanwhile. Raises CaptureError if Python's or numpy's generator moved: what the model drew would be
-    frozen into the graph.
+    Hooks on modules are off meanwhile. Raises CaptureError if Python's or numpy's generator moved: what the model drew
+    would be frozen into the graph.
     """
     parts = [(part, dict(part.__dict__)) for part in module.modules()]
     contents = _contents([saved for _, saved in parts])
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call]
     before = _drawn()
     try:
         with torch.random.fork_rng(devices):
@@ -43,9 +44,33 @@ def untouched(module: torch.nn.Module) -> Iterator[None]:
         _restore(before)
     if moved:
         raise CaptureError(
-            f"{type(module).__name__}.forward draws random numbers from Python or numpy, which would be frozen into the "
+            f"{type(module).__name__}.forward draws random numbers from Python or numpy, which would be frozen into "
+            f"the "
             "program at their first values; draw them with torch, or pass them in as an argument"
         )
+
+
+def fake_instead_of_meta(module: torch.nn.Module) -> None:
+    """Replace what is on the meta device by fake tensors on the CPU, where the call's inputs are.
+
+    For use under `untouched`, which puts it back.
+    """
+    mode = _torch.FakeTensorMode(allow_non_fake_inputs=True)
+    made: dict[int, torch.Tensor] = {}
+
+    def fake(tensor: torch.Tensor) -> torch.Tensor:
+        with mode:
+            empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+        kept = isinstance(tensor, torch.nn.Parameter)
+        return torch.nn.Parameter(empty, requires_grad=tensor.requires_grad) if kept else empty
+
+    for part in module.modules():
+        for registry in (part._parameters, part._buffers):
+            for name, tensor in registry.items():
+                if tensor is not None and tensor.is_meta:
+                    if id(tensor) not in made:
+                        made[id(tensor)] = fake(tensor)
+                    registry[name] = made[id(tensor)]  # type: ignore[assignment]
 
 
 def _contents(roots: list[dict[str, Any]]) -> list[tuple[Any, Any]]:

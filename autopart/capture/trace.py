@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -19,9 +20,9 @@ from autopart.errors import CaptureError
 class Trace:
     """A joint graph at one batch size.
 
-    `inputs` gives (kind, target, tensor) of each primal placeholder, in order; `outputs` the kind, "loss" or "output", of each of
-    the graph's first outputs, gradients follow. `result` and `tree` rebuild the user's return value (see `Captured`), with
-    ``("output", i)`` for output i and ``("input", path)`` for an input handed back.
+    `inputs` gives (kind, target, tensor) of each primal placeholder, in order; `outputs` the kind, "loss" or "output",
+    of each of the graph's first outputs, gradients follow. `result` and `tree` rebuild the user's return value (see
+    `Captured`), with ``("output", i)`` for output i and ``("input", path)`` for an input handed back.
     """
 
     graph: torch.fx.GraphModule
@@ -68,7 +69,10 @@ class Names:
 
 
 def identity(tensor: torch.Tensor) -> Any:
-    """Same storage, same layout: the same parameter, even behind two objects. A tensor without storage is only itself."""
+    """Same storage, same layout: the same parameter, even behind two objects.
+
+    A tensor without storage is only itself.
+    """
     if not _has_memory(tensor):
         return id(tensor)
     return tensor.data_ptr(), tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype
@@ -88,7 +92,8 @@ def _refuse_overlap(tensors: Mapping[str, torch.Tensor]) -> None:
     for (_, end, one), (start, _, two) in itertools.pairwise(sorted(spans)):
         if start < end:
             raise CaptureError(
-                f"the parameters {one} and {two} share memory but are not the same tensor (a transpose or a slice); tie them by "
+                f"the parameters {one} and {two} share memory but are not the same tensor (a transpose or a slice); "
+                f"tie them by "
                 "using one Parameter in both places, and transpose or slice it in forward"
             )
 
@@ -98,10 +103,27 @@ def is_container(value: Any) -> bool:
     return isinstance(value, list | tuple | dict)
 
 
-def flatten_result(value: Any) -> tuple[list[Any], Any]:
-    """Leaves and tree of a return value; anything that is no plain container is a leaf."""
+def flatten_result(value: Any, loss: Any) -> tuple[list[Any], Any]:
+    """Leaves and tree of a return value; anything that is no plain container is a leaf.
+
+    Raises CaptureError where that hides the loss, or everything.
+    """
     leaves, tree = _torch.pytree.tree_flatten(value, is_leaf=lambda x: not is_container(x))
+    hidden = loss is not None and not any(leaf is loss for leaf in leaves)
+    if hidden or (
+        len(leaves) == 1 and leaves[0] is value and plain_leaf(value)[1] is not value and not is_tensor(value)
+    ):
+        raise CaptureError(
+            f"forward returns a {type(value).__name__}, which cannot be taken apart and rebuilt; return a tensor, or "
+            f"a tuple, list "
+            "or dict of tensors"
+        )
     return leaves, tree
+
+
+def is_tensor(value: Any) -> bool:
+    """Whether a leaf is a tensor."""
+    return isinstance(value, torch.Tensor)
 
 
 def find_loss(value: Any, grads: Callable[[Any], bool]) -> Any:
@@ -131,7 +153,8 @@ def plain_leaf(leaf: Any) -> tuple[str, Any]:
 def held_tensor() -> CaptureError:
     """The refusal of a result that the call did not compute."""
     return CaptureError(
-        "forward returns a tensor that the call neither computed nor was given (a parameter, a buffer or another tensor that "
+        "forward returns a tensor that the call neither computed nor was given (a parameter, a buffer or another "
+        "tensor that "
         "the module holds); return a copy of it, such as tensor.clone(), or leave it out of the result"
     )
 
@@ -147,20 +170,23 @@ def joint(graph: torch.nn.Module, inputs: tuple[torch.Tensor, ...], module: torc
 def data_dependent(error: BaseException, module: torch.nn.Module) -> CaptureError:
     """The refusal of control flow that depends on tensor values, with the user's file and line."""
     return CaptureError(
-        f"{where(error, module)}: the Python code of {type(module).__name__} needs the value of a tensor, which differs from "
+        f"{where(error, module)}: the Python code of {type(module).__name__} needs the value of a tensor, which "
+        f"differs from "
         "batch to batch; use torch.where or masking instead of a branch, or move the decision out of forward"
     )
 
 
 def where(error: BaseException, module: torch.nn.Module) -> str:
-    """The user's file and line in an error: that of the innermost frame outside torch, else the module's class."""
+    """The user's file and line in an error (the innermost line outside torch), else the module's class."""
     import traceback
 
-    frames = traceback.extract_tb(error.__traceback__)
-    chained: list[BaseException] = [e for e in (error.__cause__, error.__context__) if e is not None]
-    for inner in chained:
-        frames = [*frames, *traceback.extract_tb(inner.__traceback__)]  # type: ignore[assignment]
-    for frame in reversed(frames):
-        if is_user_file(frame.filename):
-            return f"{frame.filename}:{frame.lineno}"
-    return type(module).__name__
+    found: list[tuple[str, int | None]] = []
+    chain: BaseException | None = error
+    while chain is not None:
+        found += [(frame.filename, frame.lineno) for frame in traceback.extract_tb(chain.__traceback__)]
+        found += [(frame.filename, frame.lineno) for frame in getattr(chain, "real_stack", None) or ()]
+        # Where a graph is interpreted, the user's lines are in the text only.
+        found += [(file, int(line)) for file, line in re.findall(r'File "([^"]+)", line (\d+)', str(chain))]
+        chain = chain.__cause__ or chain.__context__
+    user = [f"{file}:{line}" for file, line in found if is_user_file(file)]
+    return user[-1] if user else type(module).__name__

@@ -113,15 +113,14 @@ def _head(
     for edge in edges:
         variables = [writer.fresh(_variable(staged, value.name)) for value in edge.values]
         writer.env.update(zip((value.name for value in edge.values), variables, strict=True))
-        lines.append(f"    {_tuple(variables)} = from_{edge.source}  # {'; '.join(map(_placed, edge.values))}")
+        lines += [f"    # {name}: {_placed(staged, v)}" for name, v in zip(variables, edge.values, strict=True)]
+        lines.append(f"    {_tuple(variables)} = from_{edge.source}")
     return lines
 
 
-def _placed(value: Value) -> str:
-    """A value that crosses devices, with its shape and placement."""
-    split = next((i for i, size in enumerate(value.shape) if not isinstance(size, int)), None)
-    name, _, what = describe(value).partition(": ")
-    return f"{what}, " + (f"Shard({split}) on dp" if split is not None else "Replicate() on dp")
+def _placed(staged: Staged, value: Value) -> str:
+    """The shape and placement of a value that crosses devices."""
+    return f"{describe(value).partition(': ')[2]}, {staged.sharded.between[value.name]} on {staged.sharded.axis}"
 
 
 def _variable(staged: Staged, name: str) -> str:
@@ -256,7 +255,7 @@ def _write_loop(run: Sequence[Use], later: frozenset[str], writer: _Writer) -> b
         texts = [writer.env[use.takes[position]] for use in run]
         args.append(template(texts, places) or _listed(texts, places, before, writer))
     keep = [p for p in range(len(variables)) if any(use.gives[p] in later for use in run[:-1])]
-    lists = {p: writer.fresh(f"{variables[p]}s") for p in keep}
+    lists = {p: writer.fresh(f"all_{variables[p]}") for p in keep}
     before += [f"    {name} = []" for name in lists.values()]
     low, high = min(places), max(places) + 1
     span = f"range({low}, {high})" if low else f"range({high})"

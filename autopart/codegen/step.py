@@ -226,11 +226,12 @@ def _phases(row: Sequence[Action]) -> str:
     last = next((i for i, a in enumerate(reversed(compute)) if a.kind is Kind.F), 0)
     if first == len(compute):
         return f"{first} forwards."
-    steady = (len(compute) - first - last + 1) // 2
+    steady = (len(compute) - (first - 1) - (last - 1)) // 2
     if steady <= 1:
-        return f"{first} forwards, then {len(compute) - first} backwards."
-    parts = [f"{first - 1} forwards to warm up" if first > 1 else "", f"{steady} times one forward and one backward"]
-    parts.append(f"{last - 1} backwards to drain" if last > 1 else "")
+        return f"{first} forward{'s' * (first > 1)}, then {last} backward{'s' * (last > 1)}."
+    parts = [f"{first - 1} forward{'s' * (first > 2)} to warm up" if first > 1 else ""]
+    parts.append(f"{steady} times one forward and one backward")
+    parts.append(f"{last - 1} backward{'s' * (last > 2)} to drain" if last > 1 else "")
     text = ", ".join(part for part in parts if part)
     return text[0].upper() + text[1:] + "."
 

@@ -23,10 +23,11 @@ class Constant:
 class Captured:
     """One call of a module as a joint forward+backward graph (forward only where `training` is false).
 
-    `batch` is the sample call's batch size; sizes that move with the batch are `Size`. `prologue` lists nodes to run once a
-    step on the whole batch, before the rest (empty until `normalise`). `tree` rebuilds the user's return value from the
-    leaves in `result`, each the name of an output value, or ``("literal", x)`` for what is not a tensor. `tied` maps each
-    parameter name to the name under which its tensor is known here. `batch_dims` gives the split dim of each user input.
+    `batch` is the sample call's batch size; sizes that move with the batch are `Size`. `prologue` lists nodes to run
+    once a step on the whole batch, before the rest (empty until `normalise`). `tree` rebuilds the user's return value
+    from the leaves in `result`, each the name of an output value, or ``("literal", x)`` for what is not a tensor.
+    `tied` maps each parameter name to the name under which its tensor is known here. `batch_dims` gives the split dim
+    of each user input.
     """
 
     inputs: tuple[Input, ...]

@@ -79,3 +79,34 @@ class Placement:
 
 
 PRESETS = ("ddp", "zero1", "zero2", "fsdp")
+
+
+@dataclass(frozen=True, slots=True)
+class Replicate:
+    """A value that is the same at every place of an axis."""
+
+    def __str__(self) -> str:
+        return "Replicate()"
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """A value that is split along `dim`; as the inner part of ``outer x split x rest`` where a view merged dims."""
+
+    dim: int
+    outer: int = 1
+
+    def __str__(self) -> str:
+        return f"Shard({self.dim})" if self.outer == 1 else f"Shard({self.dim}, inside {self.outer})"
+
+
+@dataclass(frozen=True, slots=True)
+class Partial:
+    """A value whose sum over the places of an axis is the true one."""
+
+    def __str__(self) -> str:
+        return "Partial(sum)"
+
+
+TensorPlacement = Replicate | Shard | Partial
+"""How one value is placed on one axis; the same words say how it depends on the microbatch."""

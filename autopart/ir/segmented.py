@@ -22,8 +22,8 @@ class Body:
     """The code of one or more segments.
 
     ``forward(values, fixed, parameters) -> (outputs, saved)`` and ``backward(gradients, saved, fixed, parameters) ->
-    (gradients, parameter gradients)``; each list in the order of the segments' tuples of the same meaning. `saved` names, in the
-    forward's local names, what the backward reads.
+    (gradients, parameter gradients)``; each list in the order of the segments' tuples of the same meaning. `saved`
+    names, in the forward's local names, what the backward reads.
     """
 
     name: str
@@ -37,8 +37,8 @@ class Segment:
     """One use of a body: what its formal inputs and outputs are in the whole graph, by value name or parameter target.
 
     `fixed` are buffers, constants and prologue values (the same for every microbatch). `forward_parameters` and
-    `backward_parameters` are targets, in the order of the body's formals. `gradients` pairs each parameter gradient that the
-    backward returns, after the `backward_outputs`, with its parameter.
+    `backward_parameters` are targets, in the order of the body's formals. `gradients` pairs each parameter gradient
+    that the backward returns, after the `backward_outputs`, with its parameter.
     """
 
     name: str

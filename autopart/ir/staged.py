@@ -6,12 +6,13 @@ from dataclasses import dataclass
 
 from autopart.ir.graph import Value
 from autopart.ir.segmented import Segment, Segmented
+from autopart.ir.sharded import Sharded
 from autopart.ir.state import State
 
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """The values that stage `source` hands to stage `target` for each microbatch: activations upward, gradients downward."""
+    """The values that stage `source` hands to `target` for each microbatch: activations upward, gradients downward."""
 
     source: int
     target: int
@@ -31,10 +32,15 @@ class Edge:
 class Staged:
     """The step cut into stages. ``stages[s]`` are the segments of stage s, in order."""
 
-    segmented: Segmented
+    sharded: Sharded
     stages: tuple[tuple[Segment, ...], ...]
     edges: tuple[Edge, ...]
     state: State
+
+    @property
+    def segmented(self) -> Segmented:
+        """The segments, their bodies and the graph."""
+        return self.sharded.segmented
 
     def into(self, stage: int, *, forward: bool) -> tuple[Edge, ...]:
         """The edges that end at a stage, in order of their source."""

@@ -1,9 +1,9 @@
 """Where training state lives: parameters in units, each unit placed as a whole.
 
 A unit is what one collective moves: the parameters of one segment that share dtype, trainability and placement, or one
-parameter that several segments use. A sharded unit is cut along dim 0 of every parameter, as by ``torch.tensor_split`` (larger
-parts first; a part may have no rows), so a part keeps its parameter's ndim. On the wire a part is flat and padded to the
-longest one.
+parameter that several segments use. A sharded unit is cut along dim 0 of every parameter, as by ``torch.tensor_split``
+(larger parts first; a part may have no rows), so a part keeps its parameter's ndim. On the wire a part is flat and
+padded to the longest one.
 """
 
 from __future__ import annotations

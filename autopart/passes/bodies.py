@@ -133,8 +133,8 @@ def _localised(flow: _Flow, values: Mapping[str, Value], targets: Mapping[str, s
     for name in segment.backward_inputs:
         local.add(name, "dx")
     parameters = [targets[t] for t in segment.backward_parameters]
-    inputs = (*segment.backward_inputs, *taken, *segment.backward_fixed, *parameters)
-    backward = local.function(inputs, flow.backward, (*segment.backward_outputs, *flow.gradients))
+    formals = (*segment.backward_inputs, *taken, *segment.backward_fixed, *parameters)
+    backward = local.function(formals, flow.backward, (*segment.backward_outputs, *flow.gradients))
     return Body("", forward, saved, backward)
 
 
@@ -193,7 +193,7 @@ def _function_key(function: Function) -> object:
 
 
 def _named(bodies: list[Body], segments: list[Segment]) -> Iterable[Body]:
-    """Bodies named after the first segment that uses them, its number dropped if several do: ``h_0`` alone, else ``h``."""
+    """Bodies named after their first segment, without its number if there are several: ``h_0`` alone, else ``h``."""
     uses = Counter(segment.body for segment in segments)
     taken: Counter[str] = Counter()
     for number, body in enumerate(bodies):

@@ -14,29 +14,9 @@ import torch
 
 from autopart.errors import CaptureError
 from autopart.ir.graph import Arg, Dim, Node, Ref, Size, Value
+from autopart.ir.placement import Partial, Replicate, Shard, TensorPlacement
 from autopart.rules.factor import ArgPath, Call, Dims, Factor, Rule, bind, is_batch, slots
 from autopart.rules.table import family
-
-
-@dataclass(frozen=True, slots=True)
-class Replicated:
-    """The same on every microbatch."""
-
-
-@dataclass(frozen=True, slots=True)
-class Split:
-    """The dim `dim` holds the batch, as the inner part of ``outer x batch x rest`` where a view merged dims."""
-
-    dim: int
-    outer: int = 1
-
-
-@dataclass(frozen=True, slots=True)
-class Partial:
-    """The sum over the microbatches is the true value."""
-
-
-BatchPlacement = Replicated | Split | Partial
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +27,7 @@ class Fact:
     alike; `counts`: it numbers this many rows of the batch from 0, so it may only pick each sample's own row.
     """
 
-    place: BatchPlacement
+    place: TensorPlacement
     free: bool
     zero: bool = False
     uniform: bool = False
@@ -71,7 +51,7 @@ class NeededWhole(Exception):
 
 
 ADVICE = (
-    'Pass semantics="accumulate" to train microbatch by microbatch, as gradient accumulation does, '
+    "Compute it within each sample (a LayerNorm or GroupNorm rather than a BatchNorm), "
     "or name the inputs that hold no samples, batch={name: None}"
 )
 
@@ -85,10 +65,10 @@ def depend(node: Node, values: Mapping[str, Value], known: Mapping[str, Fact]) -
     reads = [known[name] for name in node.refs()]
     free = all(fact.free for fact in reads) and not is_random(node)
     outs = [out for out in node.outs if out is not None]
-    if any(not isinstance(fact.place, Replicated) for fact in reads) or any(map(batch_dims, outs)):
+    if any(not isinstance(fact.place, Replicate) for fact in reads) or any(map(batch_dims, outs)):
         return _Step(node, values, known, free).dependence()
     zero = makes_zero(node) or (any(fact.zero for fact in reads) and _Step(node, values, known, free).zero())
-    return Dependence({out.name: Fact(Replicated(), free, zero) for out in outs})
+    return Dependence({out.name: Fact(Replicate(), free, zero) for out in outs})
 
 
 class _Step:
@@ -115,7 +95,7 @@ class _Step:
         places, sums = self._places(batch, pending, picked)
         zero, uniform = self.zero(), self._uniform()
         facts = {
-            out.name: Fact(place, self.free, zero, uniform and isinstance(place, Split), counted)
+            out.name: Fact(place, self.free, zero, uniform and isinstance(place, Shard), counted)
             for (_, out), place in zip(self.outs, places, strict=True)
         }
         return Dependence(facts, self._shares(sums, pending))
@@ -128,7 +108,7 @@ class _Step:
         return self.facts[slot].zero if slot in self.facts else _is_number_zero(self.call.args[slot])
 
     def _uniform(self) -> bool:
-        split = [fact for fact in self.facts.values() if isinstance(fact.place, Split)]
+        split = [fact for fact in self.facts.values() if isinstance(fact.place, Shard)]
         return all(fact.uniform for fact in split) and self.name != "arange" and not is_random(self.node)
 
     # ---- the batch factor --------------------------------------------------------------------------------------------
@@ -139,7 +119,7 @@ class _Step:
         alike: set[tuple[int, int]] = set()
         dims = dict(self.rule.operands)
         for slot, fact in self.facts.items():
-            if not isinstance(fact.place, Split) or (picked and slot == "self"):
+            if not isinstance(fact.place, Shard) or (picked and slot == "self"):
                 continue
             found = _locate(dims[slot], self.rule.factors, fact)
             if slot in self.rule.shape_only and (found is None or self.rule.factors[found[0]].blocked):
@@ -161,15 +141,15 @@ class _Step:
 
     def _places(
         self, batch: tuple[int, int] | None, pending: frozenset[str], picked: bool
-    ) -> tuple[list[BatchPlacement], frozenset[str]]:
+    ) -> tuple[list[TensorPlacement], frozenset[str]]:
         """The placements of the results, and the slots that are summed into them."""
         count = len(self.outs)
         if batch is None:
             if self.name == "arange":
-                return [Split(0)] * count, frozenset()
-            return ([Partial()] * count, self._linear(pending)) if pending else ([Replicated()] * count, frozenset())
+                return [Shard(0)] * count, frozenset()
+            return ([Partial()] * count, self._linear(pending)) if pending else ([Replicate()] * count, frozenset())
         if picked and "index_put" in self.name:
-            places: list[BatchPlacement] = [self.facts["self"].place]
+            places: list[TensorPlacement] = [self.facts["self"].place]
         else:
             places = [self._place(i, out, batch) for i, out in self.outs]
         summed = all(isinstance(place, Partial) for place in places)
@@ -178,20 +158,20 @@ class _Step:
             self._need_whole([pending - sums])
         return places, sums
 
-    def _place(self, result: int, out: Value, batch: tuple[int, int]) -> BatchPlacement:
+    def _place(self, result: int, out: Value, batch: tuple[int, int]) -> TensorPlacement:
         """The placement of one result, checked against the dims of its shape that move with the batch."""
         factor, within = batch
-        place: BatchPlacement = Replicated()
+        place: TensorPlacement = Replicate()
         for i, dim in enumerate(self.rule.results[result] or ()):
             if factor in dim:
-                place = Split(i, within * _elements(dim[: dim.index(factor)], self.rule.factors))
+                place = Shard(i, within * _elements(dim[: dim.index(factor)], self.rule.factors))
         if self.rule.contracts(result, factor):
             how = self.rule.factors[factor].reduction
             if how != "sum":
                 self._couple(f"it takes the {how} over the batch")
             place = Partial()
         moving = batch_dims(out)
-        if moving != ((place.dim,) if isinstance(place, Split) else ()):
+        if moving != ((place.dim,) if isinstance(place, Shard) else ()):
             self._couple(f"dims {list(moving)} of its result move with the batch, where one alone may")
         size = out.shape[moving[0]] if moving else 0
         if isinstance(size, Size) and size.constant:
@@ -247,7 +227,7 @@ class _Step:
         if not counting or self.name in _VIEWS:
             return False
         place = self.facts["self"].place if "self" in self.facts else None
-        if self.name in _INDEXED and isinstance(place, Split) and place.outer == 1:
+        if self.name in _INDEXED and isinstance(place, Shard) and place.outer == 1:
             rows = self.call.shape("self")[place.dim]
             if counting == {f"indices.{place.dim}": rows}:
                 return True
@@ -312,7 +292,7 @@ def _has_fractions(value: Value) -> bool:
 
 def _locate(dims: Dims, factors: Sequence[Factor], fact: Fact) -> tuple[int, int] | None:
     """The factor of a split operand that is the batch, and how many elements are outside of the batch within it."""
-    assert isinstance(fact.place, Split)
+    assert isinstance(fact.place, Shard)
     dim = dims[fact.place.dim]
     for i, factor in enumerate(dim):
         size = factors[factor].size

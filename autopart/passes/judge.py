@@ -14,19 +14,13 @@ from autopart.errors import CaptureError
 from autopart.ir.graph import Input, Node, Output, Size
 from autopart.passes.dependence import (
     ADVICE,
-    BatchPlacement,
     Fact,
     NeededWhole,
-    Partial,
-    Replicated,
-    Split,
     batch_dims,
     depend,
 )
+from autopart.ir.placement import Partial, Replicate, Shard, TensorPlacement
 from autopart.rules.factor import ArgPath, slots
-
-__all__ = ["BatchPlacement", "Judgement", "Partial", "Replicated", "Site", "Split", "judge", "whole_sizes"]
-
 
 @dataclass(frozen=True, slots=True)
 class Site:
@@ -42,10 +36,10 @@ class Judgement:
 
     `shares`: arguments (tensors, or plain numbers that are added) to be multiplied by the microbatch's share of the
     batch; `output_shares`: indices of outputs likewise. `whole`: arguments that are a `Size` in the arithmetic, to be
-    taken of the whole batch. `prologue`: values to be computed over the whole batch first; they count as Replicated.
+    taken of the whole batch. `prologue`: values to be computed over the whole batch first; they count as Replicate.
     """
 
-    placements: Mapping[str, BatchPlacement]
+    placements: Mapping[str, TensorPlacement]
     shares: tuple[Site, ...]
     output_shares: tuple[int, ...]
     whole: tuple[Site, ...]
@@ -112,25 +106,25 @@ class _Scan:
                 self.facts[name] = self._tangent(self.tangents[name])
         self.values |= {out.name: out for out in node.outs if out is not None}
         if all(name in self.lifted for name in node.names()):
-            self.facts |= {name: Fact(Replicated(), free=True) for name in node.names()}
+            self.facts |= {name: Fact(Replicate(), free=True) for name in node.names()}
             return
         found = depend(node, self.values, self.facts)
         self.facts |= found.facts
-        self.facts |= {name: Fact(Replicated(), free=True) for name in node.names() if name in self.lifted}
+        self.facts |= {name: Fact(Replicate(), free=True) for name in node.names() if name in self.lifted}
         self.shares += [Site(index, path) for path in found.shares]
 
     def _tangent(self, entry: Input) -> Fact:
         dims, of = batch_dims(entry.value), self.outputs.get(entry.target)
         if not dims:
-            return Fact(Replicated(), free=False)
+            return Fact(Replicate(), free=False)
         if of is not None and self.values[of].shape == entry.value.shape:
             return Fact(self.facts[of].place, free=False)
-        return Fact(Split(dims[0]), free=False)
+        return Fact(Shard(dims[0]), free=False)
 
     def needs_share(self, output: Output) -> bool:
         """Whether an output must be multiplied by the microbatch's share; refuses what cannot be put together."""
         fact = self.facts[output.name]
-        if output.kind == "mutation" and not isinstance(fact.place, Replicated):
+        if output.kind == "mutation" and not isinstance(fact.place, Replicate):
             raise CaptureError(
                 f"the buffer {output.target!r} is updated from the samples, by each microbatch on its own. {ADVICE}"
             )
@@ -138,20 +132,20 @@ class _Scan:
             return False
         source = self.samples.get(output.target) if output.kind == "grad" else None
         wanted = self.facts[source].place if source is not None else Partial()
-        if isinstance(wanted, Split) and not (fact.place == wanted or fact.uniform):
+        if isinstance(wanted, Shard) and not (fact.place == wanted or fact.uniform):
             raise CaptureError(f"the gradient of input {output.target} does not belong to its samples. {ADVICE}")
-        if isinstance(fact.place, Split) and not isinstance(wanted, Split):
+        if isinstance(fact.place, Shard) and not isinstance(wanted, Shard):
             raise CaptureError(
                 f"the {output.kind} {output.target!r} has a dim that is the batch, and is no sum over it"
             )
-        return isinstance(fact.place, Replicated) and not fact.zero
+        return isinstance(fact.place, Replicate) and not fact.zero
 
 
 def _input_fact(entry: Input) -> Fact:
     dims = batch_dims(entry.value)
     free = entry.kind != "parameter"
     if not dims:
-        return Fact(Replicated(), free)
+        return Fact(Replicate(), free)
     size = entry.value.shape[dims[0]]
     if entry.kind != "input" or len(dims) > 1 or not isinstance(size, Size) or size.constant:
         shape = ", ".join(size.text("batch") if isinstance(size, Size) else str(size) for size in entry.value.shape)
@@ -159,4 +153,4 @@ def _input_fact(entry: Input) -> Fact:
             f"the {entry.kind} {entry.target!r} has shape [{shape}]: one dim of an input may be the batch, and none of "
             "anything else. Say which dim holds the samples, batch={name: dim or None}"
         )
-    return Fact(Split(dims[0]), free)
+    return Fact(Shard(dims[0]), free)

@@ -20,16 +20,22 @@ import torch
 from autopart.errors import CaptureError
 from autopart.ir.captured import Captured, dead_code_eliminated
 from autopart.ir.graph import Arg, Input, Node, Output, Ref, Share, Size, Value, rename
+from autopart.ir.placement import Partial, Shard
 from autopart.passes.accumulate import trees
 from autopart.passes.decompose import decompose_means
-from autopart.passes.judge import Judgement, Partial, Site, Split, judge
+from autopart.passes.judge import Judgement, Site, judge
 from autopart.passes.simplify import simplify
 
-VIEWS = ("t", "permute", "transpose", "view", "expand", "unsqueeze", "squeeze", "alias", "slice", "select", "_unsafe_view")
+VIEWS = frozenset(
+    ("t", "permute", "transpose", "view", "expand", "unsqueeze", "squeeze", "alias", "slice", "select", "_unsafe_view")
+)
 
 
 def normalise(captured: Captured) -> Captured:
-    """Normalise a captured step. Raises CaptureError for random ops, updated buffers and what couples a batch's samples."""
+    """Normalise a captured step.
+
+    Raises CaptureError for random ops, updated buffers and what couples a batch's samples.
+    """
     _refuse(captured)
     nodes, alias = simplify(captured.nodes, (item.value for item in captured.inputs))
     outputs = tuple(replace(out, name=alias.get(out.name, out.name)) for out in captured.outputs)
@@ -43,18 +49,36 @@ def normalise(captured: Captured) -> Captured:
 
 
 def _refuse(captured: Captured) -> None:
+    made = {name: node for node in captured.nodes for name in node.names()}
+    kinds = {item.target: item.kind for item in captured.inputs}
     for out in captured.outputs:
         if out.kind == "mutation":
+            kind = kinds.get(out.target, "buffer")
+            advice = (
+                "freeze it (for BatchNorm: .eval() on the layer), or replace the layer by one without running "
+                "statistics"
+                if kind == "buffer"
+                else "work on a copy of it"
+            )
             raise CaptureError(
-                f"buffer {out.target} is updated during a training forward, which is not supported yet; "
-                "freeze it (for BatchNorm: .eval() on the layer), or replace the layer by one without running statistics"
+                f"{_place(made.get(out.name))}the {kind} {out.target} is changed in place during the forward, which "
+                f"is not "
+                f"supported yet; {advice}"
             )
     for node in captured.nodes:
         if torch.Tag.nondeterministic_seeded in node.op.tags and not _without_dropout(node):
             raise CaptureError(
-                f"{node.source or node.module}: {node.opname} draws random numbers, which is not supported yet in training; "
-                "set the dropout probability to 0"
+                f"{_place(node)}{node.opname} draws random numbers, which is not supported yet; set the dropout "
+                f"probability to 0"
             )
+
+
+def _place(node: Node | None) -> str:
+    """The user's line and the module, as far as they are known, to begin a message with."""
+    if node is None:
+        return ""
+    known = [node.source, f"in module {node.module!r}" if node.module else ""]
+    return "".join(f"{part}: " for part in known if part)
 
 
 def _without_dropout(node: Node) -> bool:
@@ -67,7 +91,8 @@ def _without_dropout(node: Node) -> bool:
 
 
 def _gradients_by_use(nodes: tuple[Node, ...], outputs: tuple[Output, ...]) -> tuple[Output, ...]:
-    """Cut the sum at a gradient output into an output for each of its terms, so that each layer hands over its own part.
+    """Cut the sum at a gradient output into an output for each of its terms, so that each layer hands over its own
+    part.
 
     Gradients come in the parameters' order, those of one parameter in the order in which the backward makes them.
     """
@@ -85,13 +110,14 @@ def _with_output_placements(captured: Captured, judgement: Judgement) -> Capture
     outputs = []
     for index, out in enumerate(captured.outputs):
         placement = judgement.placements[out.name]
-        if isinstance(placement, Split) and placement.outer != 1:
+        if isinstance(placement, Shard) and placement.outer != 1:
             raise CaptureError(
-                f"the output {out.name} has the batch inside dim {placement.dim}, so microbatches cannot be joined along it; "
+                f"the output {out.name} has the batch inside dim {placement.dim}, so microbatches cannot be joined "
+                f"along it; "
                 "return it before the batch is folded into another dim"
             )
         partial = isinstance(placement, Partial) or index in judgement.output_shares
-        outputs.append(replace(out, dim=placement.dim if isinstance(placement, Split) else None, partial=partial))
+        outputs.append(replace(out, dim=placement.dim if isinstance(placement, Shard) else None, partial=partial))
     return replace(captured, outputs=tuple(outputs))
 
 
@@ -170,7 +196,9 @@ def _with_prologue(captured: Captured, wanted: Iterable[str]) -> Captured:
     values = {value.name: value for value in captured.values()}
     names = {name: name if name in wanted else f"{name}_whole" for node in cone for name in node.names()}
     prologue = tuple(_renamed(node, names) for node in reversed(cone))
-    inputs = tuple(Input(values[name], "prologue", name) for node in reversed(cone) for name in node.names() if name in wanted)
+    inputs = tuple(
+        Input(values[name], "prologue", name) for node in reversed(cone) for name in node.names() if name in wanted
+    )
     nodes = tuple(_without(node, wanted) for node in captured.nodes)
     return replace(
         captured,

@@ -3,16 +3,17 @@
 before: one list of nodes, each with the path of the module that made it
 after:  wte | h.0 | h.1 | ... | ln_f: a segment a layer, h.0 to h.n sharing one body
 
-A segment's forward nodes are contiguous in execution order, so values flow forward only; a backward node belongs where the
-forward node of the same autograd sequence number is. What crosses segments (skips, shared tables, tied weights) is one
-more input of the segment that uses it.
+A segment's forward nodes are contiguous in execution order, so values flow forward only; a backward node belongs where
+the forward node of the same autograd sequence number is. What crosses segments (skips, shared tables, tied weights) is
+one more input of the segment that uses it.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from difflib import get_close_matches
 from itertools import groupby
 
 from autopart.errors import CaptureError
@@ -23,7 +24,7 @@ from autopart.passes.accumulate import is_sum, regroup
 from autopart.passes.bodies import build
 
 LARGEST = 1 / 8
-"""A module that makes up more of the forward than this is cut into its children, unless it is one of a numbered list."""
+"""A module that makes up more of the forward than this is cut into its children (a numbered one: more than half)."""
 
 
 def segment(captured: Captured, *, cuts: Sequence[str] = ()) -> Segmented:
@@ -34,31 +35,39 @@ def segment(captured: Captured, *, cuts: Sequence[str] = ()) -> Segmented:
     forward = [node for node in captured.nodes if not node.backward]
     labels = _labels(forward, tuple(cuts))
     names, number = _runs(labels, tuple(cuts))
-    missing = [cut for cut in cuts if not any(name == cut or name.startswith(cut + ".") for name in names)]
-    if missing:
-        raise ValueError(
-            f"stages: no part of the model that computes is called {', '.join(map(repr, missing))}; "
-            f"a stage can begin at {', '.join(names[1:])}"
-        )
+    _check_cuts(cuts, names)
     home = {name: number[i] for i, node in enumerate(forward) for name in node.names()}
     home |= _backward_homes(captured, forward, number)
     nodes, sums = regroup(captured.nodes, [out.name for out in captured.outputs], home)
     return build(replace(captured, nodes=nodes), names, home | sums)
 
 
+def _check_cuts(cuts: Sequence[str], names: list[str]) -> None:
+    known = {name.split("@")[0] for name in names}
+    around = sorted({".".join(name.split(".")[:i]) for name in known for i in range(1, name.count(".") + 2)})
+    for cut in cuts:
+        if cut not in around:
+            close = get_close_matches(cut, around, n=3)
+            hint = f"did you mean {' or '.join(map(repr, close))}? " if close else ""
+            raise ValueError(
+                f"stages: no part of the model that computes is called {cut!r}; {hint}a stage can begin at "
+                f"{', '.join(names[1:])}"
+            )
+
+
 def _labels(forward: list[Node], cuts: tuple[str, ...]) -> list[str | None]:
     """The segment label of each forward node: a module path, None for nodes of a module that is itself cut up."""
     weight: Counter[str] = Counter()
     for node in forward:
-        parts = node.module.split(".") if node.module else []
-        weight.update(".".join(parts[:i]) for i in range(len(parts) + 1))
+        weight.update(_around(node.module))
     total = max(weight[""], 1)
+    stacks = _stacks(weight, Counter(node.module for node in forward))
 
     def divided(path: str) -> bool:
         if path == "" or any(cut.startswith(path + ".") for cut in cuts):
             return True
-        numbered = path.rsplit(".", 1)[-1].isdigit()
-        return weight[path] / total > (1 / 2 if numbered else LARGEST)
+        whole = path.rsplit(".", 1)[-1].isdigit() and path not in stacks
+        return weight[path] / total > (1 / 2 if whole else LARGEST)
 
     def label(path: str) -> str | None:
         parts = path.split(".") if path else []
@@ -72,11 +81,40 @@ def _labels(forward: list[Node], cuts: tuple[str, ...]) -> list[str | None]:
     return [memo[node.module] for node in forward]
 
 
+def _around(path: str) -> list[str]:
+    """The modules around and including a path, outermost first: the root, ``h``, ``h.0``."""
+    parts = path.split(".") if path else []
+    return [".".join(parts[:i]) for i in range(len(parts) + 1)]
+
+
+def _stacks(modules: Iterable[str], nodes: Counter[str]) -> set[str]:
+    """The modules that are little else than layers: numbered submodules with parts, alike in their parts."""
+    parts: dict[str, set[str]] = {module: set() for module in modules}
+    for module in parts:
+        for outer in _around(module)[1:-1]:
+            parts[outer].add(module.removeprefix(outer))
+    kinds = Counter((path.rpartition(".")[0], frozenset(below)) for path, below in parts.items())
+    layers = {
+        path
+        for path, below in parts.items()
+        if path.rpartition(".")[2].isdigit() and below and kinds[path.rpartition(".")[0], frozenset(below)] > 1
+    }
+    held: Counter[str] = Counter()
+    total: Counter[str] = Counter()
+    for module, count in nodes.items():
+        around = _around(module)
+        innermost = max((i for i, path in enumerate(around) if path in layers), default=0)
+        held.update({path: count for path in around[:innermost]})
+        total.update({path: count for path in around})
+    return {path for path in held if held[path] > total[path] * 3 / 4}
+
+
 def _runs(labels: list[str | None], cuts: tuple[str, ...]) -> tuple[list[str], list[int]]:
     """Segment names in order and each forward node's segment number, from labels in execution order.
 
-    Nodes between modules (label None) join the segment before them, unless that is one of a numbered list: then they begin the
-    next one (``h = block(h + skip)``). Small unnumbered neighbours become one segment (``wte``, ``wpe``, ``drop``).
+    Nodes between modules (label None) join the segment before them, unless that is one of a numbered list: then they
+    begin the next one (``h = block(h + skip)``). Small unnumbered neighbours become one segment (``wte``, ``wpe``,
+    ``drop``).
     """
     runs = [(key, len(list(group))) for key, group in groupby(labels)]
     largest = LARGEST * len(labels)
@@ -94,7 +132,9 @@ def _runs(labels: list[str | None], cuts: tuple[str, ...]) -> tuple[list[str], l
             else:
                 waiting.append((key, count))
             continue
-        opens = not pieces or _numbered(key) or _numbered(last) or any(key == c or key.startswith(c + ".") for c in cuts)
+        opens = (
+            not pieces or _numbered(key) or _numbered(last) or any(key == c or key.startswith(c + ".") for c in cuts)
+        )
         opens = opens or sum(size for _, size in pieces[-1]) + count > largest
         if pieces and key == last and not waiting:
             pieces[-1].append((key, count))
@@ -125,8 +165,8 @@ def _unique(names: list[str]) -> list[str]:
 def _backward_homes(captured: Captured, forward: list[Node], number: list[int]) -> dict[str, int]:
     """The segment of every value of the backward: that of the forward node of the same autograd sequence number.
 
-    A gradient-accumulation add has no forward node of its own: it belongs where its result is used, the segment that made the
-    value whose gradients it adds.
+    A gradient-accumulation add has no forward node of its own: it belongs where its result is used, the segment that
+    made the value whose gradients it adds.
     """
     by_sequence = {node.sequence: home for node, home in zip(forward, number, strict=True)}
     backward = [node for node in captured.nodes if node.backward]

@@ -1,4 +1,4 @@
-"""split: Segmented + Plan -> Staged. Deal segments to stages; name what crosses between them; put parameters in units.
+"""split: Sharded + Plan -> Staged. Deal segments to stages; name what crosses between them; put parameters in units.
 
 before: wte | h.0 | h.1 | h.2 | h.3 | head
 after:  stage 0: wte h.0 h.1   stage 1: h.2 h.3 head   edges 0 -> 1 (activations), 1 -> 0 (gradients)
@@ -6,26 +6,33 @@ after:  stage 0: wte h.0 h.1   stage 1: h.2 h.3 head   edges 0 -> 1 (activations
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
 
 from autopart.errors import CaptureError
 from autopart.ir.captured import Captured
 from autopart.ir.graph import Value
+from autopart.ir.placement import Modes
 from autopart.ir.plan import Plan
 from autopart.ir.segmented import Segment, Segmented
+from autopart.ir.sharded import Sharded
 from autopart.ir.staged import Edge, Staged
 from autopart.ir.state import Parameter, State, Unit
 
 
-def split(segmented: Segmented, plan: Plan, *, state: State | None = None) -> Staged:
+def split(sharded: Sharded, plan: Plan, *, state: State | None = None) -> Staged:
     """Cut into the plan's stages. With `state` (another program's), parameters stay in its units.
 
     Raises CaptureError if this program uses a parameter on a stage that does not hold it.
     """
+    segmented = sharded.segmented
     stages = _stages(segmented, plan)
     state = state or place(segmented.captured, stages, plan)
     _check_holders(stages, state)
-    return Staged(segmented, stages, _edges(segmented, stages), state)
+    return Staged(sharded, stages, _edges(segmented, stages), state)
 
 
 def _stages(segmented: Segmented, plan: Plan) -> tuple[tuple[Segment, ...], ...]:
@@ -35,12 +42,23 @@ def _stages(segmented: Segmented, plan: Plan) -> tuple[tuple[Segment, ...], ...]
     for stage in plan.stages[1:]:
         if stage.segments[0] not in names[starts[-1] + 1 :]:
             raise CaptureError(
-                f"this program has no layer {stage.segments[0]!r} after {names[starts[-1]]!r}, where the plan begins a stage; "
-                f"its layers are {', '.join(names)}"
+                f"this program has no layer {stage.segments[0]!r} after {names[starts[-1]]!r}, where the plan begins a "
+                f"stage; its layers are {', '.join(names)}"
             )
         starts.append(names.index(stage.segments[0], starts[-1] + 1))
     ends = [*starts[1:], len(names)]
     return tuple(segmented.segments[start:end] for start, end in zip(starts, ends, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """What the parameters of one unit agree on."""
+
+    owner: str  # the only segment that uses it, else the parameter itself
+    shared: bool
+    trained: bool
+    dtype: torch.dtype
+    modes: Modes
 
 
 def place(captured: Captured, stages: Sequence[Sequence[Segment]], plan: Plan) -> State:
@@ -52,25 +70,21 @@ def place(captured: Captured, stages: Sequence[Sequence[Segment]], plan: Plan) -
                 users.setdefault(target, []).append((number, segment.name))
     inputs = {item.target: item for item in captured.of_kind("parameter")}
     graded = {out.target for out in captured.outputs if out.kind == "grad"}
-    groups: dict[tuple[object, ...], list[str]] = {}
+    groups: dict[_Kind, list[str]] = {}
     for target, used in users.items():
-        item = inputs[target]
-        modes = plan.placement_of(target).on("dp")
-        owner = used[0][1] if len(used) == 1 else None
+        item, shared = inputs[target], len(used) > 1
         trained = item.requires_grad and (target in graded or not captured.training)
-        key = (owner or target, owner is None, trained, item.value.dtype, modes)
-        groups.setdefault(key, []).append(target)
+        modes = plan.placement_of(target).on("dp")
+        kind = _Kind(target if shared else used[0][1], shared, trained, item.value.dtype, modes)
+        groups.setdefault(kind, []).append(target)
     units: list[Unit] = []
-    taken: dict[str, int] = {}
-    for (owner, _, trainable, _, modes), targets in groups.items():
-        name = str(owner)
-        taken[name] = taken.get(name, 0) + 1
-        name = name if taken[name] == 1 else f"{name}+{taken[name] - 1}"
-        parameters = tuple(
-            Parameter(target, inputs[target].value.at(1), inputs[target].value.dtype) for target in targets
-        )
+    taken: Counter[str] = Counter()
+    for kind, targets in groups.items():
+        name = f"{kind.owner}+{taken[kind.owner]}" if taken[kind.owner] else kind.owner
+        taken[kind.owner] += 1
+        parameters = tuple(Parameter(target, inputs[target].value.at(1), kind.dtype) for target in targets)
         holders = tuple(sorted({number for target in targets for number, _ in users[target]}))
-        units.append(Unit(name, parameters, bool(trainable), modes, holders))  # type: ignore[arg-type]
+        units.append(Unit(name, parameters, kind.trained, kind.modes, holders))
     return State(tuple(units), tuple(item.target for item in captured.of_kind("buffer", "constant")))
 
 

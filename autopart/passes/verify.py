@@ -29,6 +29,7 @@ from autopart.ir.plan import Plan
 from autopart.ir.program import Program
 from autopart.ir.staged import Staged
 from autopart.passes.segment import segment
+from autopart.passes.shard import shard
 from autopart.passes.split import split
 from autopart.passes.verify_between import collectives, ends, transfers
 from autopart.passes.verify_texts import Text, fault, read
@@ -92,7 +93,7 @@ def _staged(program: Program) -> Staged:
         if found == names or (not program.captured.training and set(starts) <= set(found)):
             break
     try:
-        return split(segmented, plan, state=program.state)
+        return split(shard(segmented), plan, state=program.state)
     except (CaptureError, KeyError) as error:
         raise VerificationError(f"rule text: the program's graph does not fit its plan: {error}") from error
 

@@ -368,19 +368,23 @@ def stage0_forward(world, batch, k):
     wte, kept = wte_forward(b, B, ids, *world.parameters("wte.weight"), *world.parameters("wte"))
     saved.append(kept)
     blocks = wte
-    blockss = []
+    all_blocks = []
     for i in range(3):
         blocks, kept = blocks_forward(b, B, blocks, *world.parameters(f"blocks.{i}"))
         saved.append(kept)
-        blockss.append(blocks)
-    blocks_3, kept = blocks_3_forward(b, B, blockss[2], *world.parameters("blocks.3"))
+        all_blocks.append(blocks)
+    blocks_3, kept = blocks_3_forward(b, B, all_blocks[2], *world.parameters("blocks.3"))
     saved.append(kept)
-    return (blocks_3, blockss[2], blockss[1], blockss[0]), saved
+    return (blocks_3, all_blocks[2], all_blocks[1], all_blocks[0]), saved
 
 
 def stage0_backward(world, batch, k, saved, from_1):
     b, B = batch.sizes[k], batch.size
-    (d_blocks_6, d_blocks_5, d_blocks_4, d_blocks_3) = from_1  # float64[b, 8, 16], Shard(0) on dp; float64[b, 8, 16], Shard(0) on dp; float64[b, 8, 16], Shard(0) on dp; float64[b, 8, 16], Shard(0) on dp
+    # d_blocks_6: float64[b, 8, 16], Shard(0) on dp
+    # d_blocks_5: float64[b, 8, 16], Shard(0) on dp
+    # d_blocks_4: float64[b, 8, 16], Shard(0) on dp
+    # d_blocks_3: float64[b, 8, 16], Shard(0) on dp
+    (d_blocks_6, d_blocks_5, d_blocks_4, d_blocks_3) = from_1
     d_blocks_3_v2, grads = blocks_3_backward(b, B, d_blocks_3, *saved.pop(), *world.parameters("blocks.3"))
     world.accumulate("blocks.3", grads)
     each = (d_blocks_6, d_blocks_5, d_blocks_4)
@@ -396,7 +400,7 @@ def stage0_backward(world, batch, k, saved, from_1):
 
 
 def step(world, batch):
-    """1 forwards to warm up, 4 times one forward and one backward, 1 backwards to drain."""
+    """1 forward to warm up, 5 times one forward and one backward, 1 backward to drain."""
     saved_0 = world.store()
     acts_0_1 = world.store()
     grads_1_0 = world.store()

@@ -391,7 +391,11 @@ def edge_0_1(b):
 
 def stage1_forward(world, batch, k, from_0, _to_copy):
     b, B = batch.sizes[k], batch.size
-    (blocks_3, blocks_2, blocks_1, blocks_0) = from_0  # float64[b, 8, 16], Shard(0) on dp; float64[b, 8, 16], Shard(0) on dp; float64[b, 8, 16], Shard(0) on dp; float64[b, 8, 16], Shard(0) on dp
+    # blocks_3: float64[b, 8, 16], Shard(0) on dp
+    # blocks_2: float64[b, 8, 16], Shard(0) on dp
+    # blocks_1: float64[b, 8, 16], Shard(0) on dp
+    # blocks_0: float64[b, 8, 16], Shard(0) on dp
+    (blocks_3, blocks_2, blocks_1, blocks_0) = from_0
     labels = batch.input("args[1]", k)
     saved = []
     blocks_4, kept = blocks_4_forward(b, B, blocks_3, *world.parameters("blocks.4"))
@@ -417,18 +421,18 @@ def stage1_backward(world, batch, k, saved, _to_copy):
     world.accumulate("norm", grads_0)
     world.accumulate("wte.weight", grads_1)
     d_blocks = d_norm
-    d_blockss = []
+    all_d_blocks = []
     for i in reversed(range(5, 8)):
         d_blocks, grads = blocks_v2_backward(b, B, d_blocks, *saved.pop(), *world.parameters(f"blocks.{i}"))
         world.accumulate(f"blocks.{i}", grads)
-        d_blockss.append(d_blocks)
-    d_blocks_4, grads = blocks_4_backward(b, B, d_blockss[2], *saved.pop(), *world.parameters("blocks.4"))
+        all_d_blocks.append(d_blocks)
+    d_blocks_4, grads = blocks_4_backward(b, B, all_d_blocks[2], *saved.pop(), *world.parameters("blocks.4"))
     world.accumulate("blocks.4", grads)
-    return (d_blockss[0], d_blockss[1], d_blockss[2], d_blocks_4)
+    return (all_d_blocks[0], all_d_blocks[1], all_d_blocks[2], d_blocks_4)
 
 
 def step(world, batch):
-    """5 times one forward and one backward."""
+    """6 times one forward and one backward."""
     _to_copy = prologue(batch.size, batch.whole("args[1]"))
     saved_1 = world.store()
     acts_0_1 = world.store()

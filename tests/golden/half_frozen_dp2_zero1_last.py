@@ -150,7 +150,7 @@ def stage0_backward(world, batch, k, saved, sum_2):
 
 
 def step(world, batch):
-    """1 forwards, then 1 backwards."""
+    """1 forward, then 1 backward."""
     sum_2 = prologue(batch.size, batch.whole("kwargs['mask']"))
     # Parameters that the last optimizer step updated in parts are made whole again.
     world.regather("decoder.0", axis="dp")

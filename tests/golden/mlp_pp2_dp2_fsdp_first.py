@@ -79,7 +79,8 @@ def stage0_forward(world, batch, k):
 
 def stage0_backward(world, batch, k, saved, from_1):
     b, B = batch.sizes[k], batch.size
-    (d_layers_1,) = from_1  # float64[b, 8], Shard(0) on dp
+    # d_layers_1: float64[b, 8], Shard(0) on dp
+    (d_layers_1,) = from_1
     d_layers_1_v2, grads = layers_backward(b, B, d_layers_1, *saved.pop(), *world.all_gather("layers.1", axis="dp"))
     world.reduce_scatter("layers.1", grads, axis="dp")
     grads = layers_0_backward(b, B, d_layers_1_v2, *saved.pop(), *world.all_gather("layers.0", axis="dp"))
@@ -87,7 +88,7 @@ def stage0_backward(world, batch, k, saved, from_1):
 
 
 def step(world, batch):
-    """2 forwards, then 4 backwards."""
+    """1 forward to warm up, 2 times one forward and one backward, 1 backward to drain."""
     saved_0 = world.store()
     acts_0_1 = world.store()
     grads_1_0 = world.store()

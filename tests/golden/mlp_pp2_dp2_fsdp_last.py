@@ -75,7 +75,8 @@ def edge_0_1(b):
 
 def stage1_forward(world, batch, k, from_0):
     b, B = batch.sizes[k], batch.size
-    (layers_1,) = from_0  # float64[b, 8], Shard(0) on dp
+    # layers_1: float64[b, 8], Shard(0) on dp
+    (layers_1,) = from_0
     y = batch.input("args[1]", k)
     saved = []
     layers = layers_1
@@ -100,7 +101,7 @@ def stage1_backward(world, batch, k, saved):
 
 
 def step(world, batch):
-    """2 times one forward and one backward."""
+    """3 times one forward and one backward."""
     saved_1 = world.store()
     acts_0_1 = world.store()
     grads_1_0 = world.store()
