@@ -1,7 +1,8 @@
 """The errors that autopart raises.
 
-Bad arguments are ``ValueError`` or ``TypeError``; everything else that goes wrong derives from :class:`AutopartError`. A
-message says what is wrong, where (the user's file and line; or rank, stage, microbatch, action) and what to do about it.
+Bad arguments are ``ValueError`` or ``TypeError``; everything else that goes wrong derives from
+:class:`AutopartError`. A message says what is wrong, where (the user's file and line; or rank, stage, microbatch,
+action) and what to do about it.
 """
 
 

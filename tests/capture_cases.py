@@ -370,7 +370,7 @@ class UNet(nn.Module):
         return self.head(self.dec1(self.dec2(d + b) + a)).pow(2).mean()
 
 
-@case()
+@case(routes=("direct",))
 def unet() -> Sample:
     return UNet(), (normal(4, 4),), {}
 
@@ -392,7 +392,7 @@ class Grouped(nn.Module):
         return self.head(x).pow(2).mean()
 
 
-@case()
+@case(routes=("direct",))
 def lists_in_a_list() -> Sample:
     return Grouped(), (normal(4, 4),), {}
 
@@ -409,7 +409,7 @@ class Staged(nn.Module):
         return self.head(self.stages(x)).pow(2).mean()
 
 
-@case()
+@case(routes=("direct",))
 def blocks_in_stages() -> Sample:
     return Staged(), (normal(4, 4),), {}
 

@@ -166,7 +166,8 @@ def assert_same(
     """
     outputs, grads = found
     value, wanted = expected
-    assert type(made := rebuilt(captured, call, outputs)) is type(value)
+    made = rebuilt(captured, call, outputs)
+    assert type(made) is type(value)
     for one, two in zip(_leaves(made), _leaves(value), strict=True):
         if isinstance(two, torch.Tensor):
             assert (one.shape, one.dtype) == (two.shape, two.dtype)

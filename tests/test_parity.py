@@ -1,4 +1,4 @@
-"""Training under a plan equals training on one device: losses, raw gradients, clipped norms, parameters after three steps.
+"""Training under a plan equals training on one device: losses, raw gradients, norms, parameters after three steps.
 
 The local world takes a seeded sample of all combinations (`--soak`: all of them); a fixed set runs on gloo processes.
 """
@@ -77,10 +77,7 @@ def program_for(name: str, mesh: dict[str, int], placement: str, schedule: str) 
 
 @pytest.mark.parametrize(
     "row",
-    [
-        pytest.param(row, id=row_id(row), marks=[] if i in SAMPLE else [pytest.mark.soak])
-        for i, row in enumerate(ROWS)
-    ],
+    [pytest.param(row, id=row_id(row), marks=[] if i in SAMPLE else [pytest.mark.soak]) for i, row in enumerate(ROWS)],
 )
 def test_local_world(row: tuple[Any, ...]) -> None:
     name, mesh, placement, schedule, optimizer = row

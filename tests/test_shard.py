@@ -59,7 +59,11 @@ def test_a_step_that_does_not_add_up_is_refused() -> None:
     body = found.bodies[last.body]
     assert body.backward is not None
     *_, weight = (v.name for v in body.backward.inputs if v.name.endswith("weight"))
-    gradients = (*body.backward.outputs[: len(last.backward_outputs)], weight, *body.backward.outputs[len(last.backward_outputs) + 1 :])
+    gradients = (
+        *body.backward.outputs[: len(last.backward_outputs)],
+        weight,
+        *body.backward.outputs[len(last.backward_outputs) + 1 :],
+    )
     wrong = replace(body, backward=replace(body.backward, outputs=gradients))
     bodies = tuple(wrong if i == last.body else b for i, b in enumerate(found.bodies))
     with pytest.raises(CaptureError, match=r"out: the gradient of out.weight is Replicate"):

@@ -99,8 +99,9 @@ def compile(
 ) -> Program:
     """The program of one training step of ``model(*args, **kwargs)`` under a plan; verified before it is returned.
 
-    With `loss_fn`, the loss is ``loss_fn(output)``, or ``loss_fn(output, target)`` with `target`. No process group is needed and nothing is run. Raises CaptureError for a
-    model that cannot be captured or split, ValueError for a plan of another model, VerificationError for a faulty program.
+    With `loss_fn`, the loss is ``loss_fn(output)``, or ``loss_fn(output, target)`` with `target`. No process group is
+    needed and nothing is run. Raises CaptureError for a model that cannot be captured or split, ValueError for a plan
+    of another model, VerificationError for a faulty program.
     """
     check_semantics(semantics)
     call = capturing.read(model, args, kwargs, batch=batch, target=target)
@@ -131,7 +132,8 @@ def plan(
     """The plan for a training step of ``model(*args, **kwargs)``: what is not pinned is chosen (see `solver.choose`).
 
     No process group and no memory for weights is needed: parameters may be fake (with ``capture="direct"``). Raises
-    PlanInfeasible, with what binds and what would lift it, where nothing fits; ValueError or TypeError for a bad argument.
+    PlanInfeasible, with what binds and what would lift it, where nothing fits; ValueError or TypeError for a bad
+    argument.
     """
     check_semantics(semantics)
     call = capturing.read(model, args, kwargs, batch=batch, target=target)

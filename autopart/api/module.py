@@ -30,7 +30,7 @@ class Parallel(torch.nn.Module):
         return self._call(args, kwargs, NO_TARGET)
 
     def train_step(self, args: Any, kwargs: Mapping[str, Any] | None = None, *, target: Any = NO_TARGET) -> Any:
-        """The loss ``loss_fn(model(*args, **kwargs), target)`` of a module that returns outputs; then ``loss.backward()``.
+        """The loss ``loss_fn(model(*args, **kwargs), target)`` of a module that returns outputs.
 
         Raises ValueError without ``parallelize(loss_fn=...)``.
         """
@@ -64,7 +64,7 @@ class Parallel(torch.nn.Module):
         return self._autopart.report
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Scale the gradients so that their norm over the whole model is at most `max_norm`; returns the norm before."""
+        """Scale the gradients so that their norm over the whole model is at most `max_norm`; return it as it was."""
         residence = self._autopart.residence
         if residence is None:
             return torch.nn.utils.clip_grad_norm_(self.parameters(), max_norm, norm_type)
@@ -75,11 +75,18 @@ class Parallel(torch.nn.Module):
         local: dict[str, Any] = torch.nn.Module.state_dict(self)
         residence = self._autopart.residence
         if residence is None:
-            return {name: value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value for name, value in local.items()}
+            return {
+                name: value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value
+                for name, value in local.items()
+            }
         whole = residence.gather({n: p.data for n, p in residence.parameters.items()})
         tied = residence.tied
         return {
-            name: whole[tied[name]].clone() if name in tied else value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value
+            name: whole[tied[name]].clone()
+            if name in tied
+            else value.detach().cpu().clone()
+            if isinstance(value, torch.Tensor)
+            else value
             for name, value in local.items()
         }
 
@@ -93,7 +100,7 @@ class Parallel(torch.nn.Module):
         return {name: whole[residence.tied[name]] for name in names if residence.tied[name] in whole}
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """As the module's own; on a rank that holds parts, whole tensors on CPU under the original names (collective)."""
+        """As the module's own; on a rank that holds parts, whole tensors on CPU under its names (collective)."""
         if self._autopart.residence is None:
             return super().state_dict(*args, **kwargs)
         prefix = kwargs.get("prefix", "")
@@ -107,7 +114,8 @@ class Parallel(torch.nn.Module):
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load whole tensors under the original names; each rank keeps its parts.
 
-        Raises RuntimeError as ``nn.Module`` does: for missing or unexpected names when `strict`, for other shapes always.
+        Raises RuntimeError as ``nn.Module`` does: for missing or unexpected names when `strict`, for other shapes
+        always.
         """
         residence = self._autopart.residence
         if residence is None:
@@ -121,11 +129,15 @@ class Parallel(torch.nn.Module):
         for name in set(expected) & set(state_dict):
             shape = shapes.get(residence.tied.get(name, name), tuple(expected[name].shape))
             if tuple(state_dict[name].shape) != tuple(shape):
-                problems.append(f"size mismatch for {name}: {tuple(state_dict[name].shape)}, the module has {tuple(shape)}.")
+                problems.append(
+                    f"size mismatch for {name}: {tuple(state_dict[name].shape)}, the module has {tuple(shape)}."
+                )
         if problems:
             raise RuntimeError(f"Error(s) in loading state_dict for {type(self).__name__}: " + " ".join(problems))
         with torch.no_grad():
-            residence.load({residence.tied[n]: state_dict[n] for n in expected if n in state_dict and n in residence.tied})
+            residence.load(
+                {residence.tied[n]: state_dict[n] for n in expected if n in state_dict and n in residence.tied}
+            )
             for name, buffer in self.named_buffers():
                 if name in state_dict:
                     buffer.copy_(state_dict[name])
@@ -155,11 +167,12 @@ def parallelize(
     Use as ``@autopart.parallelize`` or ``@autopart.parallelize(devices=4)`` on a class, or as
     ``autopart.parallelize(model, devices=4)`` on a module, which is changed in place and returned.
 
-    Under torchrun every process is a rank, and parameters become its parts at the first call. Without it, `devices` ranks run
-    inside this process and the module's parameters stay whole. What is not pinned (`mesh`, `stages`, `placement`, `schedule`,
-    `microbatches`) is solved for at the first call; `plan` pins everything; a Program there, which may have been edited, is verified and run. `loss_fn(output, target)` serves modules that
-    return outputs (`train_step`). `batch` maps input names to their batch dim, or None for inputs that are not split.
-    `memory` is the limit per device, such as ``"16GiB"``. `capture` is "compile" (through torch.compile) or "direct".
+    Under torchrun every process is a rank, and parameters become its parts at the first call. Without it, `devices`
+    ranks run inside this process and the module's parameters stay whole. What is not pinned (`mesh`, `stages`,
+    `placement`, `schedule`, `microbatches`) is solved for at the first call; `plan` pins everything; a Program there,
+    which may have been edited, is verified and run. `loss_fn(output, target)` serves modules that return outputs
+    (`train_step`). `batch` maps input names to their batch dim, or None for inputs that are not split. `memory` is
+    the limit per device, such as ``"16GiB"``. `capture` is "compile" (through torch.compile) or "direct".
 
     Raises TypeError or ValueError for bad arguments at once; CaptureError or PlanInfeasible at the first call.
     """

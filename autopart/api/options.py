@@ -56,7 +56,7 @@ class Options:
             _one_of("placement", self.placement, PRESETS)
         if self.schedule is not None:
             _one_of("schedule", self.schedule, tuple(family.name for family in names()))
-        if isinstance(self.stages, str) or isinstance(self.stages, bool):
+        if isinstance(self.stages, str | bool):
             raise TypeError(f"stages: expected a count or module names where a stage begins, not {self.stages!r}")
 
     def axes(self) -> Mesh:

@@ -44,4 +44,6 @@ def check_hooks(model: torch.nn.Module, policy: str) -> None:
             )
     for name, parameter in model.named_parameters():
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
-            raise CaptureError(f"parameter {name} has gradient hooks, which would not run; remove them, or pass hooks='ignore'")
+            raise CaptureError(
+                f"parameter {name} has gradient hooks, which would not run; remove them, or pass hooks='ignore'"
+            )

@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from autopart import _torch
 from autopart import capture as capturing
@@ -78,11 +77,11 @@ class Session:
     # The world
 
     def join(self) -> None:
-        """Find the world: a process group or torchrun's, the local rank that is calling, else all ranks in this process."""
+        """Find the world: a local rank's, a process group or torchrun's, else all ranks in this process."""
         if self.joined:
             return
         self.transport = current_transport()
-        if self.transport is None and (dist.is_initialized() or dist.is_torchelastic_launched()):
+        if self.transport is None and distributed.launched():
             self.transport = distributed.join()
         self.options.world_size(self.transport.size if self.transport is not None else None)
         self.joined = True
@@ -103,15 +102,18 @@ class Session:
         if self.transport is None or self.transport.size == 1:
             return
         shapes = hashlib.sha256(repr(self._key(model, call)).encode()).hexdigest()
-        mine = {"inputs' shapes, dtypes or values of other arguments, or the model's modes": shapes, "batch size": call.batch}
+        mine = {
+            "inputs' shapes, dtypes or values of other arguments, or the model's modes": shapes,
+            "batch size": call.batch,
+        }
         mine["inputs' contents"] = tuple(_checksum(tensor) for _, tensor in call.tensors)
         every = self.transport.all_gather_object(mine, tuple(range(self.transport.size)))
         for what in mine:
             odd = [rank for rank, other in enumerate(every) if other[what] != every[0][what]]
             if odd:
                 raise ValueError(
-                    f"the ranks make different calls: the {what} of rank {odd[0]} differ from rank 0's; every rank passes the "
-                    "same whole batch (seed the data loader alike on every rank, and do not use a distributed sampler)"
+                    f"the ranks make different calls: the {what} of rank {odd[0]} differ from rank 0's; every rank "
+                    "passes the same whole batch (seed the loader alike on every rank, without a distributed sampler)"
                 )
 
     # Plan and programs
@@ -183,14 +185,18 @@ class Session:
         captured = compiler.captured_step(model, call, loss_fn, target, self.options.capture)
         if not captured.training and torch.is_grad_enabled() and model.training:
             raise CaptureError(
-                f"{type(model).__name__} returns no loss that requires grad, so there is nothing to train: return the loss "
-                "(or a dict or tuple that holds it), or pass loss_fn= and call model.train_step(args, target=...); "
+                f"{type(model).__name__} returns no loss that requires grad, so there is nothing to train: return the "
+                "loss (or a dict or tuple that holds it), or pass loss_fn= and call model.train_step(args, target=y); "
                 "for evaluation call model.eval() or use torch.no_grad()"
             )
         known = self.plan or self.options.given_plan
         segmented = segment(captured, cuts=compiler.cuts(known) if known else compiler.named(self.options.stages))
         self.plan = self.plan or self._plan(segmented)
-        plan = self.plan if captured.training else replace(self.plan, microbatches=self._microbatches(call), batch=call.batch)
+        plan = (
+            self.plan
+            if captured.training
+            else replace(self.plan, microbatches=self._microbatches(call), batch=call.batch)
+        )
         return compiler.lower(segmented, plan, state=self.state, check=self.options.verify)
 
     def _plan(self, segmented: Segmented) -> Plan:

@@ -11,7 +11,7 @@ from autopart.codegen.layout import Layout
 
 @dataclass(frozen=True, slots=True)
 class Bodies:
-    """The functions' lines, and the name under which each layout's functions go (``name_forward``, ``name_backward``)."""
+    """The functions' lines, and the name of each layout's functions (``name_forward``, ``name_backward``)."""
 
     lines: tuple[str, ...]
     names: dict[object, str]

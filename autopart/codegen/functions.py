@@ -13,12 +13,19 @@ WIDTH = 120
 
 
 def function(
-    name: str, formals: Sequence[str], nodes: Sequence[Node], result: str, *, doc: str, prefix: str = "", batch: str = "b"
+    name: str,
+    formals: Sequence[str],
+    nodes: Sequence[Node],
+    result: str,
+    *,
+    doc: str,
+    prefix: str = "",
+    batch: str = "b",
 ) -> list[str]:
     """The lines of ``def name(formals)``.
 
-    A comment names the module (its path after `prefix`) and the user's line where they change; values that are not needed any
-    more are deleted at the end of such a group. `batch` is the source for the microbatch's size.
+    A comment names the module (its path after `prefix`) and the user's line where they change; values that are not
+    needed any more are deleted at the end of such a group. `batch` is the source for the microbatch's size.
     """
     lines = [*call(f"def {name}", formals, ":"), f'    """{doc}"""']
     last = _last_uses(nodes, result)

@@ -31,7 +31,9 @@ def accumulate(world: Any, unit: str, grads: Any) -> None:
 class _TracedWorld:
     """The world during a trace: parameters and buffers are placeholders, collectives are nodes."""
 
-    def __init__(self, graph: torch.fx.Graph, world: torch.fx.Proxy, tracer: torch.fx.proxy.TracerBase, program: Program) -> None:
+    def __init__(
+        self, graph: torch.fx.Graph, world: torch.fx.Proxy, tracer: torch.fx.proxy.TracerBase, program: Program
+    ) -> None:
         self.graph, self.world, self.tracer, self.program = graph, world, tracer, program
         self.known: dict[str, Any] = {}
 

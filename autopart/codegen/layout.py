@@ -6,16 +6,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from autopart.ir.segmented import Body, Segment, Segmented
-from autopart.ir.state import State, Unit
+from autopart.ir.state import Unit, used_units
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
     """One segment's use of its body.
 
-    `units` are the units it takes, in order; `formals` the local names of all their parameters. `gradients` has, for each
-    trainable unit, the source of the gradient of each of its parameters (``"None"`` where the segment makes none). `buffers`
-    pairs the value names of buffers and constants with their names in the module.
+    `units` are the units it takes, in order; `formals` the local names of all their parameters. `gradients` has, for
+    each trainable unit, the source of the gradient of each of its parameters (``"None"`` where the segment makes
+    none). `buffers` pairs the value names of buffers and constants with their names in the module.
     """
 
     segment: Segment
@@ -55,13 +55,13 @@ class Layout:
         return self.body.name, self.formals, tuple(sources for _, sources in self.gradients)
 
 
-def layout(segment: Segment, segmented: Segmented, state: State) -> Layout:
-    """The layout of one segment."""
+def layout(segment: Segment, segmented: Segmented, homes: Mapping[str, Unit]) -> Layout:
+    """The layout of one segment, given the unit of every parameter."""
     body = segmented.bodies[segment.body]
     local = _locals(segment, body)
-    homes = {target: state.home(target)[0] for target in segment.parameters}
-    units = tuple(dict.fromkeys(homes[target] for target in segment.parameters))
-    # A parameter of a unit that this segment does not read still has a place among the formals, so that units pass whole.
+    units = used_units(segment.parameters, homes)
+    # A parameter of a unit that this segment does not read still has a place among the formals, so that units pass
+    # whole.
     formals = tuple(
         local.get(parameter.target, f"unused_{i}")
         for i, parameter in enumerate(p for unit in units for p in unit.parameters)

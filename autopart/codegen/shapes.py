@@ -100,9 +100,10 @@ def parse(source: str, name: str) -> Parsed:
 
 
 class Bodies:
-    """Calls of bodies on shapes, each distinct one run once. Shared by the ranks of one program."""
+    """Calls of bodies on shapes, each distinct one run once, as are equal texts. Shared by a program's ranks."""
 
     def __init__(self) -> None:
+        self.recordings: dict[Any, Any] = {}
         self._made: dict[Any, Any] = {}
         self._parsed: dict[tuple[str, str], Parsed] = {}
 

@@ -20,7 +20,8 @@ def source(staged: Staged, scheduled: Scheduled, plan: Plan, rank: int) -> str:
     column = plan.mesh.coordinate(rank).get("pp", 0)
     held = [stage for stage, at in enumerate(place) if at == column]
     lines = _header(staged, scheduled, plan, rank, held)
-    layouts = {s: [layout(x, staged.segmented, staged.state) for x in staged.stages[s]] for s in held}
+    homes = staged.state.homes()
+    layouts = {s: [layout(x, staged.segmented, homes) for x in staged.stages[s]] for s in held}
     text = bodies(item for s in held for item in layouts[s])
     lines += _prologue(staged, held)
     lines += text.lines
@@ -40,8 +41,11 @@ def _header(staged: Staged, scheduled: Scheduled, plan: Plan, rank: int, held: S
     where = ", ".join(f"{axis} {place}" for axis, place in plan.mesh.coordinate(rank).items()) or "the only one"
     placements = ", ".join(f"{pattern}: {placement}" for pattern, placement in plan.placements)
     kind = "training" if staged.segmented.captured.training else "forward only"
+    first = (
+        f"Rank {rank} of {plan.mesh.size} ({where}): stage {', '.join(map(str, held))} of {schedule.stages}, {span}."
+    )
     return [
-        f'"""Rank {rank} of {plan.mesh.size} ({where}): stage {", ".join(map(str, held))} of {schedule.stages}, {span}.',
+        f'"""{first}',
         "",
         f"{kind}, schedule {schedule.name}, {schedule.microbatches} microbatches, placements {placements}",
         "b is the number of samples in the microbatch at hand, B in the whole batch.",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import groupby, pairwise
 
 from autopart.codegen.functions import call
 from autopart.codegen.layout import Layout
@@ -53,7 +53,9 @@ class _Writer:
         return name
 
 
-def forward(staged: Staged, stage: int, layouts: Sequence[Layout], names: Mapping[object, str], degree: int) -> list[str]:
+def forward(
+    staged: Staged, stage: int, layouts: Sequence[Layout], names: Mapping[object, str], degree: int
+) -> list[str]:
     """``stageN_forward(world, batch, k, edges..., prologue...) -> edges..., outputs..., saved``."""
     uses = [_forward_use(item, names, degree) for item in layouts]
     edges_in, edges_out = staged.into(stage, forward=True), staged.out_of(stage, forward=True)
@@ -69,7 +71,9 @@ def forward(staged: Staged, stage: int, layouts: Sequence[Layout], names: Mappin
     return [*lines, *writer.lines, f"    return {', '.join(returned)}"]
 
 
-def backward(staged: Staged, stage: int, layouts: Sequence[Layout], names: Mapping[object, str], degree: int) -> list[str]:
+def backward(
+    staged: Staged, stage: int, layouts: Sequence[Layout], names: Mapping[object, str], degree: int
+) -> list[str]:
     """``stageN_backward(world, batch, k, saved, edges..., prologue...) -> edges...``."""
     uses = [_backward_use(item, names, degree) for item in reversed(layouts) if item.body.backward is not None]
     edges_in, edges_out = staged.into(stage, forward=False), staged.out_of(stage, forward=False)
@@ -124,7 +128,7 @@ def _placed(staged: Staged, value: Value) -> str:
 
 
 def _variable(staged: Staged, name: str) -> str:
-    """A variable name for a value between segments: the maker's for activations, ``d_`` and the receiver's for gradients."""
+    """A name for a value between segments: the maker's for activations, ``d_`` and the receiver's for gradients."""
     for segment in staged.segmented.segments:
         if name in segment.outputs:
             return _numbered(segment.name, segment.outputs.index(name), len(segment.outputs))
@@ -180,7 +184,9 @@ def _backward_use(item: Layout, names: Mapping[object, str], degree: int) -> Use
             *(_parameters(unit, degree) for unit in item.units),
         ),
         gives=segment.backward_outputs,
-        variables=tuple(f"d_{segment.name}_{i}" if i else f"d_{segment.name}" for i in range(len(segment.backward_outputs))),
+        variables=tuple(
+            f"d_{segment.name}_{i}" if i else f"d_{segment.name}" for i in range(len(segment.backward_outputs))
+        ),
         extra=extra,
         after=after,
         place=_place(segment.name),
@@ -230,12 +236,13 @@ def _call(use: Use, variables: Sequence[str], args: Sequence[str]) -> list[str]:
 def _write_loop(run: Sequence[Use], later: frozenset[str], writer: _Writer) -> bool:
     """Write a run of uses of one function as a loop; False, with nothing written, if they do not follow a pattern.
 
-    A value that each round takes from the one before is a variable carried by the loop; one that differs from round to round
-    in a number is computed from the loop variable; results that are needed after the loop are collected in a list.
+    A value that each round takes from the one before is a variable carried by the loop; one that differs from round
+    to round in a number is computed from the loop variable; results that are needed after the loop are collected in a
+    list.
     """
     places = [use.place for use in run]
     step = places[1] - places[0]
-    if abs(step) != 1 or any(b - a != step for a, b in zip(places, places[1:], strict=False)):
+    if abs(step) != 1 or any(b - a != step for a, b in pairwise(places)):
         places = list(range(len(run)))
         step = 1
     carried = [_carried(run, position) for position in range(len(run[0].takes))]
@@ -276,7 +283,7 @@ def _carried(run: Sequence[Use], position: int) -> int | None:
     source = before.index(after) if after in before else None
     if source is None:
         return None
-    chained = all(use.takes[position] == last.gives[source] for last, use in zip(run, run[1:], strict=False))
+    chained = all(use.takes[position] == last.gives[source] for last, use in pairwise(run))
     return source if chained else None
 
 

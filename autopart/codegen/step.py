@@ -1,4 +1,4 @@
-"""The text of ``step(world, batch)``: the schedule of one rank, rolled where it repeats, with all of its communication."""
+"""The text of ``step(world, batch)``: the schedule of one rank, rolled where it repeats, with its communication."""
 
 from __future__ import annotations
 
@@ -36,13 +36,16 @@ def step(staged: Staged, stages: Sequence[int], row: Sequence[Action], degree: i
 
 
 def edges(staged: Staged, stages: Sequence[int]) -> list[str]:
-    """A function an edge that ends at one of the stages: shapes and dtypes of what it carries, given the microbatch's size."""
+    """A function an edge that ends at one of the stages: what it carries, given the microbatch's size."""
     lines: list[str] = []
     for edge in staged.edges:
         if edge.target in stages and edge.source not in stages:
             lines += ["", "", f"def edge_{edge.source}_{edge.target}(b):"]
             lines += [f'    """What stage {edge.source} hands to stage {edge.target} for a microbatch of b samples."""']
-            lines += ["    " + line for line in call("return ", [f"({_spec(v)})" for v in edge.values] + [""] * (len(edge.values) == 1), "")]
+            lines += [
+                "    " + line
+                for line in call("return ", [f"({_spec(v)})" for v in edge.values] + [""] * (len(edge.values) == 1), "")
+            ]
     return [line.replace(", )", ",)") for line in lines]
 
 
@@ -113,8 +116,8 @@ def _action(staged: Staged, action: Action, k: str, indent: str) -> list[str]:
             line = f"world.send({_edge(stage, peer)}.pop({k}), stage={stage}, to={peer}, microbatch={k})"
             return [indent + line]
         case Kind.RECV:
-            shapes = f"edge_{peer}_{stage}(batch.sizes[{k}])"
-            return [f"{indent}{_edge(peer, stage)}[{k}] = world.recv({shapes}, stage={stage}, source={peer}, microbatch={k})"]
+            like, edge = f"edge_{peer}_{stage}(batch.sizes[{k}])", _edge(peer, stage)
+            return [f"{indent}{edge}[{k}] = world.recv({like}, stage={stage}, source={peer}, microbatch={k})"]
         case Kind.F | Kind.B:
             body = _forward(staged, stage, k) if action.kind is Kind.F else _backward(staged, stage, k)
             head = f'{indent}with world.action("{action.kind}", stage={stage}, microbatch={k}):'
@@ -213,7 +216,8 @@ def _results(staged: Staged, stages: Sequence[int]) -> list[str]:
             lines += [f"    {out.name} = world.joined({out.name}, dim={out.dim})"] if here else []
         else:
             made = out.name if here else "None"
-            lines.append(f"    {out.name} = world.everywhere({made}, stage={home}, dim={out.dim}, like=lambda b: ({_spec(value)}))")
+            like = f"lambda b: ({_spec(value)})"
+            lines.append(f"    {out.name} = world.everywhere({made}, stage={home}, dim={out.dim}, like={like})")
         if here or out.partial or not captured.training:
             entries.append(f'"{out.name}": {out.name}')
     return [*lines, f"    return {{{', '.join(entries)}}}"]
@@ -234,5 +238,3 @@ def _phases(row: Sequence[Action]) -> str:
     parts.append(f"{last - 1} backward{'s' * (last > 2)} to drain" if last > 1 else "")
     text = ", ".join(part for part in parts if part)
     return text[0].upper() + text[1:] + "."
-
-

@@ -1,14 +1,15 @@
 """The graph that every pass reads and returns: frozen nodes in execution order, sizes affine in the batch.
 
-FX ends at the frontier: `capture` converts the joint forward+backward FX graph once into this form. Three things differ from
-FX. A node with several results names them all (no ``getitem`` nodes). A size that moves with the batch is a :class:`Size`,
-so one graph serves every batch. Nothing is kept in a ``meta`` dictionary: what is known about a node is a field.
+FX ends at the frontier: `capture` converts the joint forward+backward FX graph once into this form. Three things
+differ from FX. A node with several results names them all (no ``getitem`` nodes). A size that moves with the batch is
+a :class:`Size`, so one graph serves every batch. Nothing is kept in a ``meta`` dictionary: what is known about a node
+is a field.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -21,8 +22,8 @@ Arg = Any
 class Size:
     """The number ``per_sample * batch + constant``; its reciprocal-like form ``per_sample / batch`` if `inverse`.
 
-    With ``whole=False`` the batch is that of the microbatch at hand (a size in a shape); with ``whole=True`` it is the whole
-    global batch (a number that enters the arithmetic, such as the divisor of a mean).
+    With ``whole=False`` the batch is that of the microbatch at hand (a size in a shape); with ``whole=True`` it is
+    the whole global batch (a number that enters the arithmetic, such as the divisor of a mean).
     """
 
     per_sample: int | float
@@ -90,7 +91,7 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One aten operator call. `outs` has an entry a result, None where nothing uses it; `single` if the op returns one tensor."""
+    """One aten operator call. `outs` has an entry a result, None if unused; `single`: the op returns one tensor."""
 
     op: torch._ops.OpOverload
     args: tuple[Arg, ...]
@@ -101,10 +102,28 @@ class Node:
     module: str  # dotted path of the user's module whose call made this node, "" at the root
     source: str  # 'file.py:12  code', or "" when unknown
     sequence: int = -1  # autograd's sequence number: a backward node carries that of its forward node
+    form: Arg = field(init=False, repr=False, compare=False)  # the arguments without the names of what they refer to
+    _reads: tuple[str, ...] = field(init=False, repr=False, compare=False)
 
-    def refs(self) -> Iterator[str]:
+    def __post_init__(self) -> None:
+        reads: list[str] = []
+        object.__setattr__(self, "form", (self.op, _form(self.args, reads), _form(self.kwargs, reads)))
+        object.__setattr__(self, "_reads", tuple(reads))
+
+    def refs(self) -> tuple[str, ...]:
         """The names of the values that this node reads, in order, with repetitions."""
-        yield from refs((self.args, tuple(value for _, value in self.kwargs)))
+        return self._reads
+
+    def renamed(self, names: Mapping[str, str]) -> Node:
+        """The node with the values that it reads and makes renamed by `names` (those absent keep theirs)."""
+        if not any(name in names for name in (*self._reads, *self.names())):
+            return self
+        return replace(
+            self,
+            args=rename(self.args, names),
+            kwargs=tuple((key, rename(arg, names)) for key, arg in self.kwargs),
+            outs=tuple(o if o is None or o.name not in names else replace(o, name=names[o.name]) for o in self.outs),
+        )
 
     def names(self) -> Iterator[str]:
         """The names of the values that this node defines."""
@@ -118,7 +137,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """A graph input. `kind`: parameter, buffer, input, constant, tangent or prologue; `target`: its name outside the graph.
+    """A graph input. `kind`: parameter, buffer, input, constant, tangent or prologue; `target`: its outside name.
 
     The target is the dotted name for parameters, buffers and constants, the path in the call (``args[0]``,
     ``kwargs['mask']['a']``) for inputs, the output's path for tangents, the value's own name for prologue values.
@@ -132,9 +151,10 @@ class Input:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """A graph output. `kind`: loss, output, grad (of the parameter or input `target`), mutation (of the buffer `target`).
+    """A graph output. `kind`: loss, output, grad (of parameter or input `target`), mutation (of buffer `target`).
 
-    How microbatches combine (known after `normalise`): concatenated along `dim`; else summed if `partial`; else all equal.
+    How microbatches combine (known after `normalise`): concatenated along `dim`; else summed if `partial`; else all
+    equal.
     """
 
     name: str
@@ -142,6 +162,16 @@ class Output:
     target: str
     dim: int | None = None
     partial: bool = False
+
+
+def _form(arg: Arg, reads: list[str]) -> Arg:
+    """The argument with a mark for each reference, whose name goes to `reads`; the type tells 1, 1.0 and True apart."""
+    if isinstance(arg, tuple | list):
+        return tuple([_form(item, reads) for item in arg])
+    if isinstance(arg, Ref):
+        reads.append(arg.name)
+        return Ref
+    return type(arg), arg
 
 
 def refs(arg: Arg) -> Iterator[str]:

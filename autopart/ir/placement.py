@@ -1,7 +1,8 @@
 """Placement semantics: the mode of every training state on every mesh axis.
 
-Four states (parameters, optimizer, gradients, activations) times five modes. A strategy is nothing but a choice of modes: the
-presets below are written as such. See Mehta, "Placement Semantics for Distributed Deep Learning" (arXiv 2601.02311).
+Four states (parameters, optimizer, gradients, activations) times five modes. A strategy is nothing but a choice of
+modes: the presets below are written as such. See Mehta, "Placement Semantics for Distributed Deep Learning" (arXiv
+2601.02311).
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ class Mode(Enum):
 
     REPLICATED = "R"  # every device holds all of it, for the whole step
     SHARDED = "S"  # every device holds its own part and uses that part
-    GATHERED = "S*"  # sharded-with-gather: every device holds its part; the whole is gathered just before use, then dropped
+    GATHERED = (
+        "S*"  # sharded-with-gather: every device holds its part; the whole is gathered just before use, then dropped
+    )
     MATERIALIZED = "M"  # device-local, made when needed, with no promise of equality across devices
     OFFLOADED = "O"  # held on the host; the device has staging buffers only
 
@@ -50,7 +53,7 @@ class Placement:
 
     @classmethod
     def zero1(cls) -> Placement:
-        """ZeRO-1 (Rajbhandari et al. 2020, 5.1): the optimizer is sharded, so gradients are reduced to the shard only."""
+        """ZeRO-1 (Rajbhandari et al. 2020, 5.1): the optimizer is sharded, so gradients are reduced to shards only."""
         return cls((("dp", Modes(optimizer=Mode.SHARDED)),))
 
     @classmethod

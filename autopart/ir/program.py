@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from autopart.ir.action import Action
 from autopart.ir.captured import Captured
 from autopart.ir.plan import Plan
+from autopart.ir.staged import Staged
 from autopart.ir.state import State
 
 if TYPE_CHECKING:
@@ -36,16 +37,25 @@ class StageGraphs:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """A compiled step: one rank program a rank, the plan it follows, the units its state lives in, the graph it came from.
+    """A compiled step: one rank program a rank, the plan it follows, and the staged graph that it came from.
 
     `trace` derives the stage graphs from the texts (it is codegen's, which this layer does not know).
     """
 
     ranks: tuple[RankProgram, ...]
     plan: Plan
-    state: State
-    captured: Captured
+    staged: Staged
     trace: Callable[[Program], tuple[StageGraphs, ...]]
+
+    @property
+    def captured(self) -> Captured:
+        """The graph of the whole step."""
+        return self.staged.segmented.captured
+
+    @property
+    def state(self) -> State:
+        """The units that the state lives in."""
+        return self.staged.state
 
     @property
     def stages(self) -> tuple[StageGraphs, ...]:
@@ -59,5 +69,7 @@ class Program:
         for rank in self.ranks:
             (folder / f"rank{rank.rank}.py").write_text(rank.source)
         self.plan.save(folder / "plan.json")
-        (folder / "actions.json").write_text(json.dumps([[str(a) for a in rank.actions] for rank in self.ranks], indent=0))
+        (folder / "actions.json").write_text(
+            json.dumps([[str(a) for a in rank.actions] for rank in self.ranks], indent=0)
+        )
         return folder

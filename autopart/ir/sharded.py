@@ -13,8 +13,9 @@ from autopart.ir.segmented import Segmented
 class Sharded:
     """The segmented step with a placement on `axis` for every value.
 
-    `between` has those that pass between segments, by name in the whole graph; ``inside[i]`` those of body i, by local name,
-    forward and backward. Microbatches are the same split in time, so the placements say how they join, too.
+    `between` has those that pass between segments, by name in the whole graph; ``inside[i]`` those of body i, by
+    local name, forward and backward. Microbatches are the same split in time, so the placements say how they join,
+    too.
     """
 
     segmented: Segmented

@@ -8,7 +8,7 @@ padded to the longest one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 
@@ -116,10 +116,11 @@ class State:
         """The units that a stage uses."""
         return (unit for unit in self.units if stage in unit.stages)
 
-    def home(self, target: str) -> tuple[Unit, int]:
-        """The unit of a parameter and its place in it; KeyError for a parameter that no segment uses."""
-        for unit in self.units:
-            for position, parameter in enumerate(unit.parameters):
-                if parameter.target == target:
-                    return unit, position
-        raise KeyError(target)
+    def homes(self) -> dict[str, Unit]:
+        """The unit of every parameter that some segment uses, by the parameter's name."""
+        return {parameter.target: unit for unit in self.units for parameter in unit.parameters}
+
+
+def used_units(targets: Iterable[str], homes: Mapping[str, Unit]) -> tuple[Unit, ...]:
+    """The units of some parameters, each once, in order of first use."""
+    return tuple({homes[target].name: homes[target] for target in targets}.values())

@@ -9,11 +9,11 @@ COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
 
 
 def sent_bytes(collective: str, payload: int, ranks: int) -> int:
-    """Bytes that each of `ranks` ranks sends for one collective over a whole buffer of `payload` bytes (ring algorithms).
+    """Bytes that each of `ranks` ranks sends for one collective over a buffer of `payload` bytes (ring algorithms).
 
     The payload is the whole buffer: what is reduced, or what is there after the gather. all-reduce 2 (N-1)/N M;
-    all-gather and reduce-scatter (N-1)/N M (ZeRO, arXiv 1910.02054, section 7.1); broadcast counts (N-1)/N M, the average over
-    the ranks of a pipelined chain. Rounded down to whole bytes.
+    all-gather and reduce-scatter (N-1)/N M (ZeRO, arXiv 1910.02054, section 7.1); broadcast counts (N-1)/N M, the
+    average over the ranks of a pipelined chain. Rounded down to whole bytes.
     """
     if collective not in COLLECTIVES:
         raise ValueError(f"unknown collective {collective!r}; one of {', '.join(COLLECTIVES)}")

@@ -34,15 +34,15 @@ def build(captured: Captured, names: list[str], home: Mapping[str, int]) -> Segm
     flows = _flows(captured, names, home)
     values = {value.name: value for value in captured.values()}
     targets = {item.target: item.value.name for item in captured.of_kind("parameter")}
-    inputs = {item.value.name for item in captured.of_kind("input")}
+    wishes = {item.value.name: item.target for item in captured.of_kind("parameter", *FIXED)}
+    wishes |= {item.value.name: item.value.name for item in captured.of_kind("input")}
     bodies: list[Body] = []
     numbers: dict[object, int] = {}
     segments = []
     for flow in flows:
-        body = _localised(flow, values, targets, inputs)
-        number = numbers.setdefault(_key(body), len(bodies))
+        number = numbers.setdefault(_structure(flow, values, targets, wishes), len(bodies))
         if number == len(bodies):
-            bodies.append(body)
+            bodies.append(_localised(flow, values, targets, wishes))
         segments.append(replace(flow.segment, body=number))
     return Segmented(captured, tuple(_named(bodies, segments)), tuple(segments))
 
@@ -53,7 +53,10 @@ def _flows(captured: Captured, names: list[str], home: Mapping[str, int]) -> lis
     for node in captured.nodes:
         nodes[home[next(node.names())]].append(node)
     backward_made = {name for node in captured.nodes if node.backward for name in node.names()}
-    grads = [(out.name, out.target) for out in captured.outputs if out.kind == "grad"]
+    grads: dict[int, list[tuple[str, str]]] = {}
+    for out in captured.outputs:
+        if out.kind == "grad" and out.name in home:
+            grads.setdefault(home[out.name], []).append((out.name, out.target))
     kept = {out.name for out in captured.outputs if out.kind != "grad"}
     readers = _readers(captured, home)
     flows = []
@@ -61,11 +64,11 @@ def _flows(captured: Captured, names: list[str], home: Mapping[str, int]) -> lis
         forward = tuple(node for node in nodes[index] if not node.backward)
         backward = tuple(node for node in nodes[index] if node.backward)
         read, back = _outside(forward), _outside(backward)
-        own = [value for node in forward for value in node.names()]
+        own = dict.fromkeys(value for node in forward for value in node.names())
         passing = [v for v in back if v not in own and v not in backward_made and not _direct(kinds.get(v))]
         values = tuple(dict.fromkeys([*(v for v in read if not _direct(kinds.get(v))), *passing]))
         produced = [value for node in backward for value in node.names()]
-        mine = [(value, target) for value, target in grads if home.get(value) == index]
+        mine = grads.get(index, [])
         segment = Segment(
             name=name,
             body=-1,
@@ -114,17 +117,63 @@ def _outside(nodes: Iterable[Node]) -> list[str]:
     return list(found)
 
 
-def _localised(flow: _Flow, values: Mapping[str, Value], targets: Mapping[str, str], inputs: set[str]) -> Body:
+def _structure(
+    flow: _Flow, values: Mapping[str, Value], targets: Mapping[str, str], wishes: Mapping[str, str]
+) -> object:
+    """What segments of one body agree on: values numbered in order of appearance, sizes, paths of parameters."""
+    segment, numbers = flow.segment, _Numbers(values)
+    prefix = segment.name.split("@")[0] + "."
+    parameters = [targets[target] for target in segment.parameters]
+    fixed = dict.fromkeys((*segment.forward_fixed, *segment.backward_fixed))
+    given = numbers.typed((*parameters, *fixed, *segment.values, *segment.backward_inputs))
+    paths = tuple(
+        wishes[name].removeprefix(prefix) if name in wishes else "" for name in (*parameters, *fixed, *segment.values)
+    )
+    nodes = tuple(
+        [
+            (n.form, tuple([numbers[r] for r in n.refs()]), numbers.typed(n.outs))
+            for n in (*flow.forward, *flow.backward)
+        ]
+    )
+    used = (
+        *(numbers[targets[t]] for t in segment.forward_parameters),
+        *(-1 - numbers[targets[t]] for t in (*segment.backward_parameters, *segment.gradients)),
+    )
+    named = (*segment.values, *segment.forward_fixed, *segment.outputs), flow.saved, segment.backward_inputs
+    more = segment.backward_fixed, segment.backward_outputs, flow.gradients
+    return (
+        given,
+        paths,
+        len(flow.forward),
+        nodes,
+        used,
+        tuple(tuple(map(numbers.__getitem__, g)) for g in (*named, *more)),
+    )
+
+
+class _Numbers(dict[str, int]):
+    """Names numbered in order of appearance."""
+
+    def __init__(self, values: Mapping[str, Value]) -> None:
+        self.values_by_name = values
+
+    def __missing__(self, name: str) -> int:
+        self[name] = len(self)
+        return self[name]
+
+    def typed(self, items: Iterable[str | Value | None]) -> tuple[object, ...]:
+        """Numbers with shapes and dtypes."""
+        found = [self.values_by_name[item] if isinstance(item, str) else item for item in items]
+        return tuple([(self[v.name], v.shape, v.dtype) if v is not None else None for v in found])
+
+
+def _localised(flow: _Flow, values: Mapping[str, Value], targets: Mapping[str, str], wishes: Mapping[str, str]) -> Body:
     """The segment's functions under local names: parameters by their path in the segment, results by their operator."""
     segment, local, taken = flow.segment, _Local(values), flow.saved
     prefix = segment.name.split("@")[0] + "."
-    for target in segment.parameters:
-        local.add(targets[target], target.removeprefix(prefix))
-    for name in dict.fromkeys((*segment.forward_fixed, *segment.backward_fixed)):
-        local.add(name, name)
-    given = {name for name in segment.values if name in inputs}
-    for name in segment.values:
-        local.add(name, name if name in given else "x")
+    fixed = dict.fromkeys((*segment.forward_fixed, *segment.backward_fixed))
+    for name in (*(targets[target] for target in segment.parameters), *fixed, *segment.values):
+        local.add(name, wishes.get(name, "x").removeprefix(prefix))
     parameters = [targets[t] for t in segment.forward_parameters]
     forward = local.function((*segment.values, *segment.forward_fixed, *parameters), flow.forward, segment.outputs)
     saved = tuple(local.names[name] for name in taken)
@@ -144,14 +193,15 @@ class _Local:
     def __init__(self, values: Mapping[str, Value]) -> None:
         self.values = values
         self.names: dict[str, str] = {}
-        self.used: Counter[str] = Counter({"b": 1, "B": 1})
+        self.used: set[str] = set()
+        self.last: Counter[str] = Counter()
 
     def add(self, name: str, wish: str) -> None:
-        base = identifier(wish)
-        self.used[base] += 1
-        fresh = base if self.used[base] == 1 else f"{base}_{self.used[base] - 1}"
-        if fresh != base:
-            self.used[fresh] += 1
+        base = fresh = identifier(wish)
+        while fresh in self.used:
+            self.last[base] += 1
+            fresh = f"{base}_{self.last[base]}"
+        self.used.add(fresh)
         self.names[name] = fresh
 
     def value(self, name: str) -> Value:
@@ -180,16 +230,6 @@ def _short(opname: str) -> str:
     """A result's name after its operator: ``layer_norm`` for ``aten.native_layer_norm.default``."""
     name = opname.split(".")[1].strip("_").removeprefix("native_")
     return "attention" + "_backward" * name.endswith("backward") if "attention" in name else name
-
-
-def _key(body: Body) -> object:
-    """What two equal bodies agree on: everything but where they come from."""
-    return _function_key(body.forward), body.saved, _function_key(body.backward) if body.backward is not None else None
-
-
-def _function_key(function: Function) -> object:
-    nodes = tuple((node.op, repr(node.args), repr(node.kwargs), node.outs) for node in function.nodes)
-    return function.inputs, nodes, function.outputs
 
 
 def _named(bodies: list[Body], segments: list[Segment]) -> Iterable[Body]:

@@ -11,16 +11,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from autopart.errors import CaptureError
-from autopart.ir.graph import Input, Node, Output, Size
+from autopart.ir.graph import Arg, Input, Node, Output, Size
+from autopart.ir.placement import Partial, Replicate, Shard, TensorPlacement
 from autopart.passes.dependence import (
     ADVICE,
+    Dependence,
     Fact,
     NeededWhole,
     batch_dims,
     depend,
 )
-from autopart.ir.placement import Partial, Replicate, Shard, TensorPlacement
 from autopart.rules.factor import ArgPath, slots
+
 
 @dataclass(frozen=True, slots=True)
 class Site:
@@ -76,10 +78,16 @@ def whole_sizes(nodes: Sequence[Node]) -> tuple[Site, ...]:
 
 
 def _numbers(node: Node) -> Iterator[ArgPath]:
+    if not _has_size((node.args, node.kwargs)):
+        return
     found = [(slot, path) for slot, path, arg in slots(node) if isinstance(arg, Size) and not arg.whole]
     if found and node.op.overloadpacket.__name__ not in _COUNTING:
         types = {argument.name: str(argument.type) for argument in node.op._schema.arguments}
         yield from (path for slot, path in found if "int" not in types[slot.split(".")[0]].lower())
+
+
+def _has_size(arg: Arg) -> bool:
+    return any(map(_has_size, arg)) if isinstance(arg, tuple) else isinstance(arg, Size)
 
 
 _COUNTING = frozenset({"arange", "linspace"})
@@ -98,6 +106,7 @@ class _Scan:
         self.outputs = {output.target: output.name for output in outputs if output.kind == "output"}
         self.samples = {entry.target: entry.value.name for entry in inputs if entry.kind == "input"}
         self.shares: list[Site] = []
+        self._known: dict[object, tuple[tuple[Fact, ...], tuple[ArgPath, ...]]] = {}
 
     def node(self, index: int, node: Node) -> None:
         """Place the results of one node."""
@@ -108,10 +117,22 @@ class _Scan:
         if all(name in self.lifted for name in node.names()):
             self.facts |= {name: Fact(Replicate(), free=True) for name in node.names()}
             return
-        found = depend(node, self.values, self.facts)
+        found = self._depend(node)
         self.facts |= found.facts
         self.facts |= {name: Fact(Replicate(), free=True) for name in node.names() if name in self.lifted}
         self.shares += [Site(index, path) for path in found.shares]
+
+    def _depend(self, node: Node) -> Dependence:
+        """The dependence of a node's results, judged once for equal calls: layers repeat."""
+        facts, values = self.facts, self.values
+        outs = tuple([out if out is None else (out.shape, out.dtype) for out in node.outs])
+        key = (node.form, outs, tuple([(values[n].shape, values[n].dtype, facts[n]) for n in node.refs()]))
+        names = tuple(node.names())
+        if key not in self._known:
+            found = depend(node, self.values, self.facts)
+            self._known[key] = tuple(found.facts[name] for name in names), found.shares
+        known, shares = self._known[key]
+        return Dependence(dict(zip(names, known, strict=True)), shares)
 
     def _tangent(self, entry: Input) -> Fact:
         dims, of = batch_dims(entry.value), self.outputs.get(entry.target)

@@ -19,7 +19,7 @@ import torch
 
 from autopart.errors import CaptureError
 from autopart.ir.captured import Captured, dead_code_eliminated
-from autopart.ir.graph import Arg, Input, Node, Output, Ref, Share, Size, Value, rename
+from autopart.ir.graph import Arg, Input, Node, Output, Ref, Share, Size, Value
 from autopart.ir.placement import Partial, Shard
 from autopart.passes.accumulate import trees
 from autopart.passes.decompose import decompose_means
@@ -195,7 +195,7 @@ def _with_prologue(captured: Captured, wanted: Iterable[str]) -> Captured:
             needed.update(node.refs())
     values = {value.name: value for value in captured.values()}
     names = {name: name if name in wanted else f"{name}_whole" for node in cone for name in node.names()}
-    prologue = tuple(_renamed(node, names) for node in reversed(cone))
+    prologue = tuple(node.renamed(names) for node in reversed(cone))
     inputs = tuple(
         Input(values[name], "prologue", name) for node in reversed(cone) for name in node.names() if name in wanted
     )
@@ -208,16 +208,9 @@ def _with_prologue(captured: Captured, wanted: Iterable[str]) -> Captured:
     )
 
 
-def _renamed(node: Node, names: dict[str, str]) -> Node:
-    return replace(
-        node,
-        args=rename(node.args, names),
-        kwargs=tuple((key, rename(arg, names)) for key, arg in node.kwargs),
-        outs=tuple(replace(out, name=names[out.name]) if out is not None else None for out in node.outs),
-    )
-
-
 def _without(node: Node, names: set[str]) -> Node:
+    if names.isdisjoint(node.names()):
+        return node
     return replace(node, outs=tuple(out if out is not None and out.name not in names else None for out in node.outs))
 
 
@@ -239,18 +232,14 @@ def _with_parameter_views(captured: Captured) -> Captured:
         for source in views[name].refs():
             remake(source, user)
         again[name] = f"{name}_again"
-        copy = _renamed(views[name], {**again, name: again[name]})
+        copy = views[name].renamed(again)
         nodes.append(replace(copy, backward=True, sequence=user.sequence, module=user.module, source=user.source))
 
     for node in captured.nodes:
         if node.backward:
             for name in tuple(node.refs()):
                 remake(name, node)
-            node = replace(
-                node,
-                args=rename(node.args, again),
-                kwargs=tuple((key, rename(arg, again)) for key, arg in node.kwargs),
-            )
+            node = node.renamed(again)
         nodes.append(node)
     return replace(captured, nodes=tuple(nodes))
 

@@ -1,4 +1,4 @@
-"""schedule: Staged + Plan -> Scheduled. Build the plan's schedule and lower it; say which collectives belong to each action.
+"""schedule: Staged + Plan -> Scheduled. Build the plan's schedule and lower it; say which collectives it has.
 
 before: 0F0 0F1 0B0 0B1
 after:  0F0 0SEND0>1 0F1 0SEND1>1 0RECV0>1 0B0 0RECV1>1 0B1, and with `with_collectives` the GATHERs and REDUCEs of each
@@ -6,13 +6,13 @@ after:  0F0 0SEND0>1 0F1 0SEND1>1 0RECV0>1 0B0 0RECV1>1 0B1, and with `with_coll
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 from autopart import schedules
 from autopart.ir.action import Action, Kind, Scheduled
 from autopart.ir.plan import Plan
 from autopart.ir.staged import Staged
-from autopart.ir.state import Unit
+from autopart.ir.state import Unit, used_units
 
 
 def schedule(staged: Staged, plan: Plan) -> Scheduled:
@@ -28,19 +28,20 @@ def with_collectives(staged: Staged, scheduled: Scheduled, degree: int) -> tuple
 
     Those of a compute action follow it; those of the step as a whole have stage and microbatch -1.
     """
+    homes = staged.state.homes()
     rows = []
     for column, row in enumerate(scheduled.table):
         held = [s for s, place in enumerate(scheduled.schedule.place) if place == column]
         units = [unit for unit in staged.state.units if set(unit.stages) & set(held)]
         made = [Action(Kind.GATHER, -1, -1, unit=unit.name) for unit in units if unit.updated_in_parts(degree)]
         for action in row:
-            made += [action, *_inside(staged, action, degree)]
+            made += [action, *_inside(staged, action, homes, degree)]
         made += _at_the_end(staged, units, degree)
         rows.append(tuple(made))
     return tuple(rows)
 
 
-def _inside(staged: Staged, action: Action, degree: int) -> Iterator[Action]:
+def _inside(staged: Staged, action: Action, homes: Mapping[str, Unit], degree: int) -> Iterator[Action]:
     if action.kind not in (Kind.F, Kind.B):
         return
     segments = staged.stages[action.stage]
@@ -48,19 +49,15 @@ def _inside(staged: Staged, action: Action, degree: int) -> Iterator[Action]:
         body = staged.segmented.bodies[segment.body]
         if action.kind is Kind.B and body.backward is None:
             continue
-        units = _units(staged, segment.parameters)
+        units = used_units(segment.parameters, homes)
         for unit in units:
             if unit.gathered(degree):
                 yield Action(Kind.GATHER, action.stage, action.microbatch, unit=unit.name)
         if action.kind is Kind.B:
-            graded = _units(staged, segment.gradients)
+            graded = {unit.name for unit in used_units(segment.gradients, homes)}
             for unit in units:
-                if unit in graded and unit.reduced_at_once(degree):
+                if unit.name in graded and unit.reduced_at_once(degree):
                     yield Action(Kind.REDUCE, action.stage, action.microbatch, unit=unit.name)
-
-
-def _units(staged: Staged, targets: Iterable[str]) -> tuple[Unit, ...]:
-    return tuple(dict.fromkeys(staged.state.home(target)[0] for target in targets))
 
 
 def _at_the_end(staged: Staged, units: Iterable[Unit], degree: int) -> list[Action]:

@@ -39,7 +39,7 @@ def shard(segmented: Segmented) -> Sharded:
 
 
 class _Walk:
-    """One pass over the segments. `facts` are those of values between segments; equal calls of a body are judged once."""
+    """One pass over the segments. `facts` are those of values between them; equal calls of a body are judged once."""
 
     def __init__(self, segmented: Segmented) -> None:
         captured = segmented.captured
@@ -74,7 +74,9 @@ class _Walk:
         self.facts.update(zip(segment.backward_outputs, results, strict=False))
         for target, fact in zip(segment.gradients, results[len(segment.backward_outputs) :], strict=True):
             if fact.place != Partial() and not fact.zero:
-                raise CaptureError(f"{segment.name}: the gradient of {target} is {fact.place}, where it must be a part of a sum")
+                raise CaptureError(
+                    f"{segment.name}: the gradient of {target} is {fact.place}, where it must be a part of a sum"
+                )
 
     def _call(self, segment: Segment, function: Function, given: tuple[Fact, ...]) -> dict[str, Fact]:
         key = (segment.body, id(function), given)

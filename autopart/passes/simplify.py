@@ -7,9 +7,8 @@ before: k = aten.cat([empty, k_new], -2)   (a new key/value cache)  after: k is 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 
-from autopart.ir.graph import Arg, Node, Ref, Value, map_arg
+from autopart.ir.graph import Node, Value
 
 
 def simplify(nodes: Iterable[Node], inputs: Iterable[Value]) -> tuple[tuple[Node, ...], dict[str, str]]:
@@ -18,16 +17,9 @@ def simplify(nodes: Iterable[Node], inputs: Iterable[Value]) -> tuple[tuple[Node
     made: dict[str, Node] = {}
     alias: dict[str, str] = {}
 
-    def leaf(arg: Arg) -> Arg:
-        return Ref(alias.get(arg.name, arg.name)) if isinstance(arg, Ref) else arg
-
     kept = []
     for node in nodes:
-        node = replace(
-            node,
-            args=tuple(map_arg(a, leaf) for a in node.args),
-            kwargs=tuple((key, map_arg(a, leaf)) for key, a in node.kwargs),
-        )
+        node = node.renamed(alias)
         same = _same(node, made, known)
         if same is not None:
             alias[next(node.names())] = same

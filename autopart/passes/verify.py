@@ -22,15 +22,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from autopart.codegen.shapes import Bodies, Spec, shown
-from autopart.errors import CaptureError, VerificationError
 from autopart.ir.graph import Output, Value
 from autopart.ir.mesh import pieces
 from autopart.ir.plan import Plan
 from autopart.ir.program import Program
 from autopart.ir.staged import Staged
-from autopart.passes.segment import segment
-from autopart.passes.shard import shard
-from autopart.passes.split import split
 from autopart.passes.verify_between import collectives, ends, transfers
 from autopart.passes.verify_texts import Text, fault, read
 from autopart.passes.verify_within import Needs, gradients, needs, work
@@ -70,32 +66,12 @@ def verify(program: Program) -> Report:
         numbers = [rank.rank for rank in program.ranks]
         problem = f"its ranks are {numbers}"
         raise fault("text", "program", problem, f"a mesh of {plan.mesh} has the ranks 0 to {plan.mesh.size - 1}")
-    staged = _staged(program)
+    staged = program.staged
     needed = tuple(needs(staged, stage) for stage in range(len(staged.stages)))
     bodies = Bodies()
     batches = _batches(plan)
     checked = [_checked(program, staged, needed, batch, bodies) for batch in batches]
     return Report(checked[0], batches)
-
-
-def _staged(program: Program) -> Staged:
-    """The graph cut anew into the plan's segments and stages."""
-    plan = program.plan
-    names = [name for stage in plan.stages for name in stage.segments]
-    starts = [stage.segments[0] for stage in plan.stages[1:]]
-    for cuts in ((), starts, names):
-        try:
-            segmented = segment(program.captured, cuts=tuple(dict.fromkeys(name.split("@")[0] for name in cuts)))
-        except ValueError:
-            continue
-        found = [item.name for item in segmented.segments]
-        # A forward-only graph has fewer layers than the step that the plan is for.
-        if found == names or (not program.captured.training and set(starts) <= set(found)):
-            break
-    try:
-        return split(shard(segmented), plan, state=program.state)
-    except (CaptureError, KeyError) as error:
-        raise VerificationError(f"rule text: the program's graph does not fit its plan: {error}") from error
 
 
 def _batches(plan: Plan) -> tuple[int, int]:

@@ -22,7 +22,9 @@ class _Deliver(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         if not ctx.box:
-            raise RuntimeError("the gradients of this loss were delivered by an earlier backward(); call the model again")
+            raise RuntimeError(
+                "the gradients of this loss were delivered by an earlier backward(); call the model again"
+            )
         incoming = grads[0]
         exactly_one = incoming.device.type == "cpu" and incoming.item() == 1.0
         for parameter, gradient in ctx.box.pop():

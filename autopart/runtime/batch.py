@@ -13,7 +13,13 @@ class Batch:
     """Inputs by their path in the call, cut as by ``torch.tensor_split``: over data ranks, then over microbatches."""
 
     def __init__(
-        self, inputs: Mapping[str, torch.Tensor], dims: Mapping[str, int], size: int, parts: int, part: int, microbatches: int
+        self,
+        inputs: Mapping[str, torch.Tensor],
+        dims: Mapping[str, int],
+        size: int,
+        parts: int,
+        part: int,
+        microbatches: int,
     ) -> None:
         self.size = size
         shares = pieces(size, parts)

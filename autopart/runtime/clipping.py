@@ -83,7 +83,9 @@ def _norm(original: Any, tensors: Any, norm_type: float = 2.0, *rest: Any, **mor
 
 def _raise_nonfinite(norm: torch.Tensor, norm_type: float, wanted: bool) -> None:
     if wanted and not bool(torch.isfinite(norm)):
-        raise RuntimeError(f"the total norm of order {norm_type} of the gradients is not finite, so it cannot be clipped")
+        raise RuntimeError(
+            f"the total norm of order {norm_type} of the gradients is not finite, so it cannot be clipped"
+        )
 
 
 def _find(tensors: Sequence[torch.Tensor]) -> Holder | None:

@@ -21,6 +21,11 @@ from autopart.runtime.watch import Watch
 _ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
+def launched() -> bool:
+    """Whether this process is one of several: it has a process group, or the environment (torchrun's) to make one."""
+    return dist.is_initialized() or all(name in os.environ for name in _ENVIRONMENT)
+
+
 def join(device: torch.device | str | None = None) -> ProcessTransport:
     """This process's transport, one and the same at every call.
 
@@ -114,7 +119,7 @@ class ProcessTransport:
         with self._collective("all_gather", payload(whole), group) as handle:
             if handle is None:
                 return part.clone()
-            dist.all_gather_into_tensor(_bytes(whole), _bytes(part), group=handle)
+            _all_gather(_bytes(whole), _bytes(part), handle)
         return whole
 
     def reduce_scatter(self, whole: torch.Tensor, group: tuple[int, ...]) -> torch.Tensor:
@@ -129,7 +134,7 @@ class ProcessTransport:
                 return whole.clone()
             if self._nccl:
                 piece = whole.new_empty(whole.numel() // len(group))
-                dist.reduce_scatter_tensor(piece, whole, group=handle)
+                _reduce_scatter(piece, whole, handle)
                 return piece
             pieces = torch.empty_like(whole)
             dist.all_to_all_single(_bytes(pieces), _bytes(whole), group=handle)
@@ -200,8 +205,13 @@ class ProcessTransport:
         try:
             yield
         except RuntimeError as error:
+            done: list[int] = []
             if self._watch is not None:
                 self._watch.settle()
+                done = self._watch.left()
+            if done:
+                early = f"rank {done[0]} has ended its script already; every rank must make the same calls of the model"
+                raise RankFailure(f"rank {self.rank}: {what} cannot happen: {early}") from error
             raise RankFailure(f"rank {self.rank}: {what} failed: {error}") from error
 
 
@@ -251,6 +261,17 @@ class _Outbox:
 @functools.lru_cache(maxsize=1)
 def _transport(world: dist.ProcessGroup, device: torch.device) -> ProcessTransport:
     return ProcessTransport(world, device)
+
+
+def _all_gather(whole: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup) -> None:
+    # torch 2.13 calls it all_gather_single, and warns about the old name
+    newer = getattr(dist, "all_gather_single", None)
+    (newer or dist.all_gather_into_tensor)(whole, part, group=group)
+
+
+def _reduce_scatter(piece: torch.Tensor, whole: torch.Tensor, group: dist.ProcessGroup) -> None:
+    newer = getattr(dist, "reduce_scatter_single", None)
+    (newer or dist.reduce_scatter_tensor)(piece, whole, group=group)
 
 
 def _wait(work: dist.Work | None) -> None:

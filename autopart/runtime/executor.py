@@ -1,4 +1,4 @@
-"""Running a rank's text for one step. It decides nothing: it makes the world that the text asks for and calls ``step``."""
+"""Running a rank's text for one step. It decides nothing: it makes the world and calls ``step``."""
 
 from __future__ import annotations
 

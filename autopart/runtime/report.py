@@ -11,9 +11,9 @@ from autopart.ir.plan_text import format_bytes
 class RankReport:
     """One rank's last step. Bytes are those sent by this rank, by kind of communication.
 
-    `peak_memory` is the largest total of parameters, gradients, live activations and transient buffers seen at the end of an
-    action (the optimizer's states are not autopart's to count; `predicted_memory` leaves them out too). `log` has
-    (action, start, end) in seconds.
+    `peak_memory` is the largest total of parameters, gradients, live activations and transient buffers seen at the
+    end of an action (the optimizer's states are not autopart's to count; `predicted_memory` leaves them out too).
+    `log` has (action, start, end) in seconds.
     """
 
     rank: int

@@ -15,8 +15,8 @@ from autopart.runtime.transport import Transport
 class Residence:
     """Where a module's parameters are on this rank.
 
-    Making it is collective: every parameter and buffer takes rank 0's values, then each parameter's data become this rank's
-    part. The Parameter objects stay, so an optimizer made before keeps working.
+    Making it is collective: every parameter and buffer takes rank 0's values, then each parameter's data become this
+    rank's part. The Parameter objects stay, so an optimizer made before keeps working.
     """
 
     def __init__(

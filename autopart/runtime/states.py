@@ -1,8 +1,8 @@
 """The training state that lives on a rank: its parts of the parameters and of their gradients.
 
-`parts` are the tensors that the optimizer updates: the user's parameters where a rank has its own, views of them where all
-ranks share one process's whole model. Gradients are those of the current step; they are handed to the user's ``.grad`` by
-`runtime.autograd`.
+`parts` are the tensors that the optimizer updates: the user's parameters where a rank has its own, views of them
+where all ranks share one process's whole model. Gradients are those of the current step; they are handed to the
+user's ``.grad`` by `runtime.autograd`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from autopart.ir.state import Parameter, State, Unit
 
 
 class States:
-    """Parameters and gradients of one rank, by unit. Flat layouts are `Unit`'s: parts along dim 0, padded on the wire."""
+    """Parameters and gradients of one rank, by unit. Flat layouts: parts along dim 0, padded on the wire."""
 
     def __init__(
         self, state: State, mesh: Mesh, rank: int, parts: Mapping[str, torch.Tensor], whole: Mapping[str, torch.Tensor]
@@ -75,7 +75,12 @@ class States:
         ]
         length = unit.padded(self.degree)
         rows = [
-            _padded(torch.cat([cut(unit, p, g, r, self.degree).reshape(-1) for g, p in zip(tensors, unit.parameters, strict=True)]), length)
+            _padded(
+                torch.cat(
+                    [cut(unit, p, g, r, self.degree).reshape(-1) for g, p in zip(tensors, unit.parameters, strict=True)]
+                ),
+                length,
+            )
             for r in range(self.degree)
         ]
         return torch.cat(rows)
@@ -103,7 +108,9 @@ class States:
     def resident_bytes(self) -> dict[str, int]:
         """Bytes of parameters (whole ones where they are kept, else parts) and gradients held now."""
         parameters = sum(
-            sum(t.nbytes for t in self.whole[name]) if name in self.whole else sum(self.parts[p.target].nbytes for p in unit.parameters)
+            sum(t.nbytes for t in self.whole[name])
+            if name in self.whole
+            else sum(self.parts[p.target].nbytes for p in unit.parameters)
             for name, unit in self.units.items()
         )
         gradients = sum(g.nbytes for grads in self.gradients.values() for g in grads if g is not None)
@@ -117,7 +124,7 @@ def held(state: State, mesh: Mesh, rank: int) -> Iterator[Unit]:
 
 
 def cut(unit: Unit, parameter: Parameter, tensor: torch.Tensor, part: int, parts: int) -> torch.Tensor:
-    """The part of a whole tensor that data rank `part` of `parts` holds, as a view; all of it if the unit is not cut."""
+    """The part of a whole tensor that data rank `part` of `parts` holds, as a view; all if the unit is not cut."""
     if not unit.held_in_parts(parts):
         return tensor
     start, stop = parameter.rows(part, parts)

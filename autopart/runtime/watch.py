@@ -30,7 +30,8 @@ _SETTLE = 3.0  # seconds that a broken connection waits for its root cause to ar
 _LINGER = 3.0  # seconds that the store's host stays for the others to read it
 _LAST = 8.0  # seconds from a failure to the end of the process, whatever hangs
 _GOODBYE = b"."
-_FAILURE, _DONE, _ADDRESS = "autopart/failure", "autopart/done", "autopart/address"  # keys in the store
+_FAILURE, _DONE = "autopart/failure", "autopart/done"  # keys in the store
+_ADDRESS, _LEFT = "autopart/address", "autopart/left"  # each followed by a rank
 
 
 class Watch:
@@ -68,6 +69,14 @@ class Watch:
     def settle(self) -> None:
         """Wait for the root cause of a broken connection: the process ends here if another rank turns out to be it."""
         time.sleep(_SETTLE)
+
+    def left(self) -> list[int]:
+        """The ranks that have ended as they should."""
+        if self._store_left:
+            return [0]
+        with contextlib.suppress(RuntimeError):
+            return [rank for rank in range(self.size) if self._get(f"{_LEFT}/{rank}") is not None]
+        return []
 
     def _watch(self) -> None:
         while not self._stopping.is_set():
@@ -148,6 +157,8 @@ class Watch:
         self._links.wake()
         self._thread.join(timeout=_LINGER)
         if self._cause() is None:
+            with contextlib.suppress(RuntimeError):
+                self._store.set(f"{_LEFT}/{self.rank}", "")
             self._links.say_goodbye()
         self._linger()
 

@@ -1,11 +1,10 @@
-"""The world as a rank's program sees it: collectives by unit and axis, sends by stage, and what is measured on the way."""
+"""The world as a rank's program sees it: collectives by unit and axis, sends by stage, measurements."""
 
 from __future__ import annotations
 
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
 
 import torch
 
@@ -171,13 +170,14 @@ class World:
 def _user_line(error: BaseException) -> str:
     """The user's line nearest above the program line that failed, from the comments of the program's text."""
     import linecache
+    import re
     import traceback
 
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if frame.filename.startswith("<rank "):
             for number in range(frame.lineno or 0, 0, -1):
                 line = linecache.getline(frame.filename, number).strip()
-                if line.startswith("#"):
+                if line.startswith("#") and re.search(r"\w:\d+  ", line):
                     return f" (at {line[1:].strip()})"
                 if line.startswith("def "):
                     break

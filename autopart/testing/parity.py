@@ -49,11 +49,12 @@ def assert_parity(
 ) -> None:
     """Assert that training under a plan equals training the plain module on one device, in float64.
 
-    Every rank of a local world has its own copy of the module, its own parts and its own optimizer. Compared are the loss, the
-    raw gradient of every parameter and the clipped norm of each of `steps` steps, and every parameter after them; per tensor
-    ``||a - b|| <= tolerance * max(||b||, largest ||b|| / 1000)``. The tolerance is 1e-9, or 1e-6 where the model itself
-    computes in float32 although its parameters are float64. `plan` may be a Program (an edited one, say); without it, `pins`
-    go to `autopart.plan`. ``batches(step)`` gives other data than `args` and `kwargs` for each step, of any batch size.
+    Every rank of a local world has its own copy of the module, its own parts and its own optimizer. Compared are the
+    loss, the raw gradient of every parameter and the clipped norm of each of `steps` steps, and every parameter after
+    them; per tensor ``||a - b|| <= tolerance * max(||b||, largest ||b|| / 1000)``. The tolerance is 1e-9, or 1e-6
+    where the model itself computes in float32 although its parameters are float64. `plan` may be a Program (an edited
+    one, say); without it, `pins` go to `autopart.plan`. ``batches(step)`` gives other data than `args` and `kwargs`
+    for each step, of any batch size.
 
     Raises AssertionError naming the first thing that differs, with both values.
     """
@@ -103,12 +104,14 @@ def train(
 def compare(found: Trajectory, expected: Trajectory, tolerance: float, who: str) -> None:
     """Raise AssertionError at the first difference between two trajectories."""
     for step, (a, b) in enumerate(zip(found.losses, expected.losses, strict=True)):
-        assert abs(a - b) <= tolerance * max(abs(b), 1e-12), f"{who}: loss of step {step} is {a!r}, one device has {b!r}"
+        assert abs(a - b) <= tolerance * max(abs(b), 1e-12), (
+            f"{who}: loss of step {step} is {a!r}, one device has {b!r}"
+        )
         assert_close(found.gradients[step], expected.gradients[step], tolerance, f"{who}: step {step}: gradient of")
         c, d = found.norms[step], expected.norms[step]
         assert abs(c - d) <= tolerance * d, f"{who}: gradient norm of step {step} is {c!r}, one device has {d!r}"
-    # Adam divides by the gradient's size, so a rounding error of a tiny gradient is one of the step: look at the parameters
-    # with the tolerance of what was added up over the steps.
+    # Adam divides by the gradient's size, so a rounding error of a tiny gradient is one of the step: look at the
+    # parameters with the tolerance of what was added up over the steps.
     assert_close(found.parameters, expected.parameters, tolerance, f"{who}: after {len(found.losses)} steps: parameter")
 
 
@@ -121,7 +124,9 @@ def assert_close(
     for name, tensor in expected.items():
         assert found[name].shape == tensor.shape, f"{what} {name} has shape {found[name].shape}, not {tensor.shape}"
         distance, scale = float((found[name] - tensor).norm()), max(float(tensor.norm()), 1e-3 * largest)
-        assert distance <= tolerance * scale, f"{what} {name} differs by {distance / scale:.1e} (allowed {tolerance:.0e})"
+        assert distance <= tolerance * scale, (
+            f"{what} {name} differs by {distance / scale:.1e} (allowed {tolerance:.0e})"
+        )
 
 
 def _compiled(

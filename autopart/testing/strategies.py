@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from hypothesis import strategies as st
@@ -49,7 +49,7 @@ def plans(
     *,
     max_devices: int = 4,
 ) -> Plan:
-    """Plans for a step of ``model(*args, **kwargs)``: any mesh, placement, schedule, number of microbatches, stage split.
+    """Plans for a step of ``model(*args, **kwargs)``: any mesh, placement, schedule, microbatches, stage split.
 
     Hypothesis shrinks towards one device, ddp, one microbatch.
     """
@@ -57,7 +57,9 @@ def plans(
     segmented = segment(captured)
     names = [item.name for item in segmented.segments]
     mesh = draw(meshes(max_devices=min(max_devices, captured.batch), max_stages=len(names)))
-    cuts = sorted(draw(st.sets(st.integers(1, len(names) - 1), min_size=mesh.degree("pp") - 1, max_size=mesh.degree("pp") - 1)))
+    cuts = sorted(
+        draw(st.sets(st.integers(1, len(names) - 1), min_size=mesh.degree("pp") - 1, max_size=mesh.degree("pp") - 1))
+    )
     return solve(
         segmented,
         devices=mesh.size,
@@ -80,17 +82,17 @@ def batches(
 ) -> Any:
     """Batches for a model: like a sample, with another number of samples and other values.
 
-    The sample is `args` and `kwargs`; without them ``model.example_batch()`` is asked for the arguments (a tuple). Floating
-    values are drawn anew, integers are those of the sample in another order. Gives the arguments, or ``(args, kwargs)`` if
-    `kwargs` is given.
+    The sample is `args` and `kwargs`; without them ``model.example_batch()`` is asked for the arguments (a tuple).
+    Floating values are drawn anew, integers are those of the sample in another order. Gives the arguments, or
+    ``(args, kwargs)`` if `kwargs` is given.
     """
     if args is None:
         if not hasattr(model, "example_batch"):
             raise ValueError(
-                "batches: the shapes of a batch cannot be known from a module alone; pass a sample, batches(model, args), "
-                "or give the module a method example_batch() that returns one"
+                "batches: the shapes of a batch cannot be known from a module alone; pass a sample, "
+                "batches(model, args), or give the module a method example_batch() that returns one"
             )
-        args = getattr(model, "example_batch")()
+        args = cast(Any, model).example_batch()
     call = read(model, tuple(args), kwargs).resized(draw(st.integers(1, max_samples)))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**16)))
 

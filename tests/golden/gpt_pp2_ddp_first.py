@@ -115,7 +115,7 @@ def blocks_backward(
     down_bias,
 ):
     """Backward of blocks.0 to blocks.2."""
-    # models.py:49  for t in self.qkv(self.norm1(x)).split(width, dim=2)Gradient addition node due to multiple use of te
+    # models.py:49  for t in self.qkv(self.norm1(x)).split(width, dim=2)
     add_2 = aten.add.Tensor(dx, dx_1)
     # down | models.py:53  return x + self.down(F.gelu(self.up(self.norm2(x))))
     view_12 = aten.view.default(add_2, [8 * b, 16])
@@ -143,7 +143,7 @@ def blocks_backward(
         view_17, add, [16], layer_norm_4, layer_norm_5, norm2_weight, norm2_bias, [True, True, True],
     )
     del view_17
-    # models.py:53  return x + self.down(F.gelu(self.up(self.norm2(x))))Gradient addition node due to multiple use of te
+    # models.py:53  return x + self.down(F.gelu(self.up(self.norm2(x))))
     add_3 = aten.add.Tensor(add_2, layer_norm_backward)
     del add_2, layer_norm_backward
     # proj | models.py:52  x = x + self.proj(y.transpose(1, 2).reshape(batch, length, width))
@@ -189,7 +189,7 @@ def blocks_backward(
         view_27, x, [16], layer_norm_1, layer_norm_2, norm1_weight, norm1_bias, [True, True, True],
     )
     del view_27
-    # models.py:49  for t in self.qkv(self.norm1(x)).split(width, dim=2)Gradient addition node due to multiple use of te
+    # models.py:49  for t in self.qkv(self.norm1(x)).split(width, dim=2)
     add_4 = aten.add.Tensor(add_3, layer_norm_backward_3)
     return (
         add_4, (layer_norm_backward_4, layer_norm_backward_5, mm_7, view_26, mm_5, view_19, layer_norm_backward_1,
@@ -271,7 +271,7 @@ def blocks_3_backward(
     down_bias,
 ):
     """Backward of blocks.3."""
-    # models.py:85  x = x + kept.pop()Gradient addition node due to multiple use of tensor around:
+    # models.py:85  x = x + kept.pop()
     add_2 = aten.add.Tensor(dx, dx)
     # down | models.py:53  return x + self.down(F.gelu(self.up(self.norm2(x))))
     view_12 = aten.view.default(add_2, [8 * b, 16])
@@ -299,7 +299,7 @@ def blocks_3_backward(
         view_17, add, [16], layer_norm_4, layer_norm_5, norm2_weight, norm2_bias, [True, True, True],
     )
     del view_17
-    # models.py:53  return x + self.down(F.gelu(self.up(self.norm2(x))))Gradient addition node due to multiple use of te
+    # models.py:53  return x + self.down(F.gelu(self.up(self.norm2(x))))
     add_3 = aten.add.Tensor(add_2, layer_norm_backward)
     del add_2, layer_norm_backward
     # proj | models.py:52  x = x + self.proj(y.transpose(1, 2).reshape(batch, length, width))
@@ -345,7 +345,7 @@ def blocks_3_backward(
         view_27, x, [16], layer_norm_1, layer_norm_2, norm1_weight, norm1_bias, [True, True, True],
     )
     del view_27
-    # models.py:52  x = x + self.proj(y.transpose(1, 2).reshape(batch, length, width))Gradient addition node due to mult
+    # models.py:52  x = x + self.proj(y.transpose(1, 2).reshape(batch, length, width))
     add_4 = aten.add.Tensor(add_3, layer_norm_backward_3)
     return (
         add_4, (layer_norm_backward_4, layer_norm_backward_5, mm_7, view_26, mm_5, view_19, layer_norm_backward_1,

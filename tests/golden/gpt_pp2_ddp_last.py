@@ -126,7 +126,7 @@ def blocks_4_backward(
         view_17, add_1, [16], layer_norm_4, layer_norm_5, norm2_weight, norm2_bias, [True, True, True],
     )
     del view_17
-    # models.py:53  return x + self.down(F.gelu(self.up(self.norm2(x))))Gradient addition node due to multiple use of te
+    # models.py:53  return x + self.down(F.gelu(self.up(self.norm2(x))))
     add_3 = aten.add.Tensor(dx, layer_norm_backward)
     del layer_norm_backward
     # proj | models.py:52  x = x + self.proj(y.transpose(1, 2).reshape(batch, length, width))
@@ -172,7 +172,7 @@ def blocks_4_backward(
         view_27, add, [16], layer_norm_1, layer_norm_2, norm1_weight, norm1_bias, [True, True, True],
     )
     del view_27
-    # models.py:49  for t in self.qkv(self.norm1(x)).split(width, dim=2)Gradient addition node due to multiple use of te
+    # models.py:49  for t in self.qkv(self.norm1(x)).split(width, dim=2)
     add_4 = aten.add.Tensor(add_3, layer_norm_backward_3)
     return (
         add_4, (layer_norm_backward_4, layer_norm_backward_5, mm_7, view_26, mm_5, view_19, layer_norm_backward_1,
@@ -282,7 +282,7 @@ def blocks_v2_backward(
         view_17, add_1, [16], layer_norm_4, layer_norm_5, norm2_weight, norm2_bias, [True, True, True],
     )
     del view_17
-    # models.py:53  return x + self.down(F.gelu(self.up(self.norm2(x))))Gradient addition node due to multiple use of te
+    # models.py:53  return x + self.down(F.gelu(self.up(self.norm2(x))))
     add_3 = aten.add.Tensor(dx, layer_norm_backward)
     del layer_norm_backward
     # proj | models.py:52  x = x + self.proj(y.transpose(1, 2).reshape(batch, length, width))
@@ -328,7 +328,7 @@ def blocks_v2_backward(
         view_27, add, [16], layer_norm_1, layer_norm_2, norm1_weight, norm1_bias, [True, True, True],
     )
     del view_27
-    # models.py:49  for t in self.qkv(self.norm1(x)).split(width, dim=2)Gradient addition node due to multiple use of te
+    # models.py:49  for t in self.qkv(self.norm1(x)).split(width, dim=2)
     add_4 = aten.add.Tensor(add_3, layer_norm_backward_3)
     return (
         add_4, (layer_norm_backward_4, layer_norm_backward_5, mm_7, view_26, mm_5, view_19, layer_norm_backward_1,
