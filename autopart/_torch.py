@@ -9,40 +9,65 @@ from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
-from torch._dynamo.exc import TorchRuntimeError, Unsupported, UserError
-from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    FakeTensorMode,
-)
-from torch._subclasses.functional_tensor import FunctionalTensor
-from torch.fx._lazy_graph_module import _use_lazy_graph_module
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 __all__ = [
-    "DATA_DEPENDENT",
-    "DYNAMO_REFUSALS",
-    "FakeTensor",
-    "FakeTensorMode",
+    "IncompatibleKeys",
+    "OpOverload",
+    "data_dependent",
+    "decompositions",
     "dynamo_graph",
+    "dynamo_refusals",
     "exporting",
+    "fake_mode",
+    "intercept_norms",
+    "is_fake",
     "is_traced",
     "joint_graph",
     "pytree",
     "quiet",
 ]
 
-DYNAMO_REFUSALS: tuple[type[Exception], ...] = (Unsupported, UserError, TorchRuntimeError)
-"""What torch.compile raises for code that it cannot put into one graph."""
+OpOverload = torch._ops.OpOverload
+"""An aten operator as it stands in a graph, such as ``aten.mm.default``."""
 
-DATA_DEPENDENT: tuple[type[Exception], ...] = (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    GuardOnDataDependentSymNode,
-)
-"""What tracing on fake tensors raises where Python needs the value of a tensor."""
+# The tracers of torch take a second to import: each is imported where it is used.
+
+
+def dynamo_refusals() -> tuple[type[Exception], ...]:
+    """What torch.compile raises for code that it cannot put into one graph."""
+    from torch._dynamo.exc import TorchRuntimeError, Unsupported, UserError
+
+    return Unsupported, UserError, TorchRuntimeError
+
+
+def data_dependent() -> tuple[type[Exception], ...]:
+    """What tracing on fake tensors raises where Python needs the value of a tensor."""
+    from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+    return DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode
+
+
+def decompositions(operators: Sequence[Any]) -> dict[Any, Callable[..., Any]]:
+    """torch's own decompositions of some operators."""
+    from torch._decomp import get_decompositions
+
+    found: dict[Any, Callable[..., Any]] = dict(get_decompositions(operators))
+    return found
+
+
+def fake_mode() -> Any:
+    """A mode in which tensors have shapes but no data; real ones met in it are let in."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a fake one."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return isinstance(tensor, FakeTensor)
 
 
 def joint_graph(
@@ -52,9 +77,12 @@ def joint_graph(
 
     Placeholders and the output node carry descriptors in ``meta["desc"]``. The graph's `forward` takes two lists.
     """
+    from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+    from torch.fx._lazy_graph_module import _use_lazy_graph_module
+
     held = (*module.parameters(), *module.buffers(), *args)
     # Tensors that the code holds itself (plain attributes, literals) are let into the trace as constants.
-    fake = torch._guards.detect_fake_mode(held) or FakeTensorMode(allow_non_fake_inputs=True)
+    fake = torch._guards.detect_fake_mode(held) or fake_mode()
     context = torch._guards.TracingContext(fake)
     with contextlib.ExitStack() as stack, torch._guards.tracing(context), _use_lazy_graph_module(True):
         exported = aot_export_joint_with_descriptors(stack, module, args, decompositions=decompositions)
@@ -64,6 +92,8 @@ def joint_graph(
 
 def is_traced(tensor: torch.Tensor) -> bool:
     """Whether a tensor seen while a joint graph is traced was computed by it, or given to it."""
+    from torch._subclasses.functional_tensor import FunctionalTensor
+
     return isinstance(tensor, FunctionalTensor)
 
 
@@ -74,6 +104,8 @@ def dynamo_graph(
     backend: Callable[[torch.fx.GraphModule, list[torch.Tensor]], Callable[..., Any]],
 ) -> Any:
     """Call `function` under torch.compile, whole and with every size fixed, handing its one graph to `backend`."""
+    import torch._dynamo
+
     config: Any = torch._dynamo.config
     patch = config.patch(
         automatic_dynamic_shapes=False,

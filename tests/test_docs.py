@@ -56,3 +56,10 @@ def test_links_lead_somewhere(page: str) -> None:
     folder = (ROOT / page).parent
     missing = [link for link in LINK.findall((ROOT / page).read_text()) if not (folder / link).exists()]
     assert not missing
+
+
+def test_architecture_lists_every_file() -> None:
+    """ARCHITECTURE.md has a line for each file of the package."""
+    text = (ROOT / "ARCHITECTURE.md").read_text()
+    for path in sorted((ROOT / "autopart").rglob("*.py")):
+        assert path.name == "__init__.py" or f"* `{path.name}`: " in text, path

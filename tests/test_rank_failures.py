@@ -53,7 +53,7 @@ def sample() -> tuple[Net, tuple[torch.Tensor, torch.Tensor]]:
 
 
 def broken(phase: str) -> Program:
-    """A program of two stages, 1F1B, whose rank 1 meets a tensor of a wrong shape in microbatch 2, in a layer's text."""
+    """Two stages under 1F1B; in microbatch 2 a layer of rank 1 is given a tensor of a wrong shape."""
     model, batch = sample()
     plan = autopart.plan(model, batch, devices=2, mesh={"pp": 2}, microbatches=3, capture="direct", schedule="1f1b")
     program = autopart.compile(model, plan, batch, capture="direct")

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 
 from autopart import capture as capturing
 from autopart.capture.call import Call
-from autopart.cluster import Cluster
 from autopart.ir.captured import Captured
-from autopart.ir.mesh import Mesh
-from autopart.ir.placement import Placement
 from autopart.ir.plan import Plan
 from autopart.ir.program import Program
 from autopart.ir.segmented import Segmented
@@ -28,12 +25,9 @@ from autopart.passes.shard import shard
 from autopart.passes.split import split
 from autopart.passes.verify import verify
 from autopart.solver.choose import choose
+from autopart.solver.request import Pins
 
 NO_TARGET = capturing.NO_TARGET
-
-NO_TARGET = capturing.NO_TARGET
-
-PlacementPin = str | Placement | Mapping[str, str | Placement] | None
 
 
 def captured_step(
@@ -43,34 +37,11 @@ def captured_step(
     return normalise(capturing.capture(model, call, loss_fn=loss_fn, target=target, route=route))
 
 
-def solve(
-    segmented: Segmented,
-    *,
-    cluster: Cluster | None = None,
-    devices: int | None = None,
-    mesh: Mapping[str, int] | Mesh | None = None,
-    stages: int | Sequence[str] | None = None,
-    placement: PlacementPin = None,
-    schedule: str | None = None,
-    microbatches: int | None = None,
-    memory: str | int | None = None,
-) -> Plan:
+def solve(segmented: Segmented, **pins: Unpack[Pins]) -> Plan:
     """solve: the plan for a segmented step, with its predictions."""
     captured = segmented.captured
-    _check_patterns(placement, captured)
-    chosen = choose(
-        costs(segmented),
-        batch=captured.batch,
-        cluster=cluster,
-        devices=devices,
-        mesh=mesh,
-        stages=stages,
-        placement=placement,
-        schedule=schedule,
-        microbatches=microbatches,
-        memory=memory,
-        fingerprint=fingerprint(captured),
-    )
+    _check_patterns(pins.get("placement"), captured)
+    chosen = choose(costs(segmented), batch=captured.batch, fingerprint=fingerprint(captured), **pins)
     staged = split(shard(segmented), chosen)
     lowered = scheduled(staged, chosen)
     return with_memory(with_traffic(chosen, staged, lowered), staged, lowered)
@@ -115,40 +86,24 @@ def plan(
     args: tuple[Any, ...] = (),
     kwargs: Mapping[str, Any] | None = None,
     *,
-    cluster: Cluster | None = None,
-    devices: int | None = None,
     loss_fn: Callable[..., Any] | None = None,
     target: Any = NO_TARGET,
     batch: Mapping[str, int | None] | None = None,
     semantics: str = "exact",
     capture: str = "compile",
-    mesh: Mapping[str, int] | Mesh | None = None,
-    stages: int | Sequence[str] | None = None,
-    placement: PlacementPin = None,
-    schedule: str | None = None,
-    microbatches: int | None = None,
-    memory: str | int | None = None,
+    **pins: Unpack[Pins],
 ) -> Plan:
-    """The plan for a training step of ``model(*args, **kwargs)``: what is not pinned is chosen (see `solver.choose`).
+    """The plan for a training step of ``model(*args, **kwargs)``: what is not pinned is chosen.
 
-    No process group and no memory for weights is needed: parameters may be fake (with ``capture="direct"``). Raises
-    PlanInfeasible, with what binds and what would lift it, where nothing fits; ValueError or TypeError for a bad
-    argument.
+    The pins are `cluster`, `devices`, `mesh`, `stages`, `placement`, `schedule`, `microbatches` and `memory`; see
+    `solver.choose`. No process group and no memory for weights is needed: parameters may be fake (with
+    ``capture="direct"``). Raises PlanInfeasible, with what binds and what would lift it, where nothing fits; ValueError
+    or TypeError for a bad argument.
     """
     check_semantics(semantics)
     call = capturing.read(model, args, kwargs, batch=batch, target=target)
     captured = captured_step(model, call, loss_fn, target is not NO_TARGET, capture)
-    return solve(
-        segment(captured, cuts=named(stages)),
-        cluster=cluster,
-        devices=devices,
-        mesh=mesh,
-        stages=stages,
-        placement=placement,
-        schedule=schedule,
-        microbatches=microbatches,
-        memory=memory,
-    )
+    return solve(segment(captured, cuts=named(pins.get("stages"))), **pins)
 
 
 def named(stages: int | Sequence[str] | None) -> tuple[str, ...]:
@@ -179,7 +134,7 @@ def check_semantics(semantics: str) -> None:
         raise ValueError(f"semantics: {semantics!r} is not supported yet; only 'exact' is")
 
 
-def _check_patterns(placement: PlacementPin, captured: Captured) -> None:
+def _check_patterns(placement: object, captured: Captured) -> None:
     """Refuse a placement pattern that matches no parameter."""
     from difflib import get_close_matches
     from fnmatch import fnmatchcase

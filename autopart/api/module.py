@@ -40,11 +40,9 @@ class Parallel(torch.nn.Module):
         return self._call(args, kwargs or {}, target)[0]
 
     def _call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], target: Any) -> Any:
-        session = self._autopart
-        adopted = session.residence
-        result = session.call(self, args, kwargs, target)
-        if session.residence is not None and adopted is None:
-            clipping.watch(session.residence)
+        result = self._autopart.call(self, args, kwargs, target)
+        if self._autopart.residence is not None:
+            clipping.watch(self._autopart.residence)
         return result
 
     @property

@@ -5,10 +5,15 @@ from __future__ import annotations
 import contextlib
 from collections import OrderedDict
 from collections.abc import Iterator
+from enum import Enum
+from typing import Any
 
 import torch
 
 from autopart.errors import CaptureError
+
+MANY = 64
+"""Containers with more entries than this are not looked into for constants."""
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -27,6 +32,32 @@ def as_plain(model: torch.nn.Module, plain: type[torch.nn.Module]) -> Iterator[N
         model.__class__ = parallel
         for part, name, found in hooks:
             part.__dict__[name] = found
+
+
+def constants(model: torch.nn.Module) -> tuple[tuple[str, Any], ...]:
+    """What a trace of the module takes for constant, by name: classes, attributes, shapes of parameters and buffers.
+
+    A tensor or an object in an attribute stands for itself, whatever is in it. Hashable.
+    """
+    own = {*vars(torch.nn.Module()), "_autopart"}
+    found: list[tuple[str, Any]] = []
+    for path, part in model.named_modules():
+        dot = f"{path}." if path else ""
+        found.append((path, type(part)))
+        found += [(dot + name, _constant(value)) for name, value in vars(part).items() if name not in own]
+        held = (*part._parameters.items(), *part._buffers.items())
+        found += [(dot + name, None if t is None else (t.shape, t.dtype)) for name, t in held]
+    return tuple(found)
+
+
+def _constant(value: Any) -> Any:
+    if isinstance(value, Enum | bool | int | float | complex | str | bytes | None):
+        return type(value), value
+    if isinstance(value, tuple | list) and len(value) <= MANY:
+        return type(value), tuple(map(_constant, value))
+    if isinstance(value, dict) and len(value) <= MANY:
+        return type(value), tuple((_constant(k), _constant(v)) for k, v in value.items())
+    return type(value), id(value)
 
 
 def check_hooks(model: torch.nn.Module, policy: str) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
+import warnings
 import zlib
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -15,13 +17,12 @@ from autopart import _torch
 from autopart import capture as capturing
 from autopart.api import compiler
 from autopart.api.options import Options
-from autopart.api.plain import as_plain, check_hooks
+from autopart.api.plain import as_plain, check_hooks, constants
 from autopart.capture.call import Call
 from autopart.errors import CaptureError
 from autopart.ir.plan import Plan
 from autopart.ir.program import Program
 from autopart.ir.segmented import Segmented
-from autopart.ir.state import State
 from autopart.passes.segment import segment
 from autopart.passes.verify import verify
 from autopart.runtime import distributed
@@ -53,16 +54,25 @@ class Session:
         self.transport: Transport | None = None
         self.joined = False
         self.plan: Plan | None = None
-        self.state: State | None = None
         self.residence: Residence | None = None
         self.program: Program | None = None
         self.report: Report | None = None
+        self.warned = False
         self.programs: OrderedDict[Any, Compiled] = OrderedDict()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Session:
+        """The session of a copy of the module: the same world, plan and programs, state of its own."""
+        made = copy.copy(self)
+        made.programs = self.programs.copy()
+        made.residence = copy.deepcopy(self.residence, memo)
+        return made
 
     def call(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], target: Any) -> Any:
         """One call of the module: the whole planned step when it trains, a forward otherwise."""
         check_hooks(model, self.options.hooks)
         self.join()
+        if self.residence is not None:
+            self.residence.check(model)
         moved_args, moved_kwargs, moved_target = self._moved((args, dict(kwargs), target))
         with as_plain(model, self.plain):
             call = capturing.read(model, moved_args, moved_kwargs, batch=self.options.batch, target=moved_target)
@@ -126,27 +136,42 @@ class Session:
         return call.key(), torch.is_grad_enabled(), modes, trained, casts
 
     def _compiled(self, model: torch.nn.Module, call: Call, target: bool) -> Compiled:
-        key = (self._key(model, call), target, self._microbatches(call) if self.plan is not None else None)
+        made_of = (self._key(model, call), constants(model), target)
+        key = (made_of, self._microbatches(call) if self.plan is not None else None)
         if key in self.programs:
             self.programs.move_to_end(key)
         else:
             if self.residence is not None:
                 model = self.residence.whole_copy(model)
             compiled = self._compile(model, call, target)
-            key = (*key[:2], self._microbatches(call))
-            self.programs[key] = compiled
-            if len(self.programs) > CACHED_PROGRAMS:
-                self.programs.popitem(last=False)
+            key = (made_of, self._microbatches(call))
+            self._keep(key, compiled)
         compiled = self.programs[key]
         training = compiled.program.captured.training
         if training and call.batch < self._cut():
             raise ValueError(
                 f"batch: {call.batch} samples cannot be cut into {self._cut()} pieces (dp x microbatches of the plan); "
-                "pass more samples, or pin fewer microbatches"
+                "pass more samples (a loader's last batch may be small: drop_last=True), or pin fewer microbatches"
             )
         if training:
             self.program = compiled.program
         return compiled
+
+    def _keep(self, key: Any, compiled: Compiled) -> None:
+        """Keep a new program; of too many, forget that used longest ago, and say once what keeps changing."""
+        self.programs[key] = compiled
+        if len(self.programs) <= CACHED_PROGRAMS:
+            return
+        self.programs.popitem(last=False)
+        if not self.warned:
+            self.warned = True
+            ((_, before, _), _), ((_, after, _), _) = list(self.programs)[-2:]
+            names = [name for name, _ in sorted(set(after) - set(before), key=str)]
+            warnings.warn(
+                f"{len(self.programs) + 1} programs were compiled for {self.plain.__name__}, as "
+                f"{', '.join(names) or 'the shapes or values of its arguments'} keeps changing; each takes a while",
+                stacklevel=2,
+            )
 
     def _cut(self) -> int:
         assert self.plan is not None
@@ -157,12 +182,13 @@ class Session:
         assert self.plan is not None
         degree = self.plan.mesh.degree("dp")
         if call.batch < degree:
-            raise ValueError(f"batch: {call.batch} samples cannot be cut over dp={degree} data ranks")
+            raise ValueError(
+                f"batch: {call.batch} samples cannot be cut over dp={degree} data ranks; pass at least {degree} samples"
+            )
         return min(self.plan.microbatches, call.batch // degree)
 
     def _compile(self, model: torch.nn.Module, call: Call, target: bool) -> Compiled:
         program = self._given(call) or self._lowered(model, call, target)
-        self.state = self.state or program.state
         device = self.transport.device if self.transport is not None else next(iter(call.tensors))[1].device
         ranks = range(self.size) if self.transport is None else (self.transport.rank,)
         return Compiled(program, tuple(Loaded.of(program, rank, device) for rank in ranks))
@@ -197,7 +223,8 @@ class Session:
             if captured.training
             else replace(self.plan, microbatches=self._microbatches(call), batch=call.batch)
         )
-        return compiler.lower(segmented, plan, state=self.state, check=self.options.verify)
+        state = self.residence.state if self.residence is not None else None
+        return compiler.lower(segmented, plan, state=state, check=self.options.verify)
 
     def _plan(self, segmented: Segmented) -> Plan:
         given = self.options.given_plan
@@ -210,8 +237,8 @@ class Session:
 
     def _adopt(self, model: torch.nn.Module, program: Program) -> None:
         """Cut the user's parameters to this rank's parts, from rank 0's initial values."""
-        assert self.transport is not None and self.state is not None
-        self.residence = Residence(model, self.transport, program.plan.mesh, self.state, dict(program.captured.tied))
+        assert self.transport is not None
+        self.residence = Residence(model, self.transport, program.plan.mesh, program.state, dict(program.captured.tied))
 
     def _run(self, model: torch.nn.Module, compiled: Compiled, call: Call) -> Sequence[StepResult]:
         program = compiled.program

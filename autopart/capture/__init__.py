@@ -61,7 +61,8 @@ def capture(
     with untouched(module):
         fake_instead_of_meta(module)
         names = Names.of(module)
-        traces = [_trace(route, module, call, size, loss_fn, target, names) for size in (small, 2 * small)]
+        calls = call.resized(small), call.resized(2 * small)
+        traces = [_trace(route, module, call, sized, loss_fn, target, names) for sized in calls]
     if traces[0].training:
         for path, tensor in call.tensors:
             if tensor.requires_grad:
@@ -75,25 +76,24 @@ def _trace(
     route: str,
     module: torch.nn.Module,
     call: Call,
-    batch: int,
+    sized: Call,
     loss_fn: Callable[..., Any] | None,
     target: bool,
     names: Names,
 ) -> Trace:
+    """Trace `sized`, which is `call` at another batch size. Raises CaptureError for whatever goes wrong in it."""
     try:
         with untouched(module), _torch.quiet():
-            return ROUTES[route](module, call.resized(batch), loss_fn, target, names)
+            return ROUTES[route](module, sized, loss_fn, target, names)
     except Exception as error:
         known = isinstance(error, CaptureError)
-        reason = str(error) if known else f"forward fails: {error!r}"
-        if batch == call.batch and known:
+        if known and sized.batch <= max(call.batch, 2):
             raise
-        if batch == call.batch:
-            raise CaptureError(f"{where(error, module)}: {reason}") from error
-        raise CaptureError(
-            f"{where(error, module)}: the call cannot be made with {batch} samples, which its {call.batch} samples "
-            f"repeated must "
-            f"allow ({reason}); name the batch dim of the inputs where it is not dim 0, None for those that hold no "
-            f"samples, with "
-            f"batch={{...}}. Inputs: {call.describe()}"
-        ) from error
+        reason = str(error) if known else f"{where(error, module)}: forward fails: {error!r}"
+        if sized.batch != call.batch:
+            reason = (
+                f"{reason}. This happens with {sized.batch} samples, made by repeating the call's {call.batch}: name "
+                "the batch dim of each input where it is not dim 0, None for one without samples, with batch={...}. "
+                f"Inputs: {call.describe()}"
+            )
+        raise CaptureError(reason) from error

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import linecache
+import os
 import sys
 from collections.abc import Callable, Iterator
 from functools import lru_cache
@@ -18,11 +19,18 @@ import torch
 from torch.fx import traceback
 from torch.overrides import TorchFunctionMode
 
+_NOT_THE_USERS = (
+    os.path.dirname(torch.__file__) + os.sep,
+    os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep,
+    "<",
+)
+"""torch, autopart, and code that is in no file."""
+
 
 @lru_cache(maxsize=4096)
 def is_user_file(path: str) -> bool:
     """Whether a file belongs to the user's program rather than to torch, autopart or Python itself."""
-    return not any(part in path for part in ("/torch/", "/autopart/", "<frozen", "<string>", "/contextlib.py"))
+    return not path.startswith(_NOT_THE_USERS) and not path.endswith(f"{os.sep}contextlib.py")
 
 
 class SourceLines(TorchFunctionMode):
@@ -45,6 +53,14 @@ class SourceLines(TorchFunctionMode):
     def __exit__(self, *exception: Any) -> None:
         traceback.set_stack_trace([])
         super().__exit__(*exception)  # type: ignore[no-untyped-call]
+
+
+_NOT_THE_USERS = (
+    os.path.dirname(torch.__file__) + os.sep,
+    os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep,
+    "<",
+)
+"""torch, autopart, and code that is in no file."""
 
 
 @lru_cache(maxsize=4096)

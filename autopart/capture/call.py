@@ -137,8 +137,7 @@ def _batch_size(paths: tuple[str, ...], leaves: tuple[Any, ...], named: dict[str
             return int(leaf.shape[dim])
     raise CaptureError(
         "the call has no tensor input with a batch dim, so there is nothing to split; pass the batch as a tensor "
-        "argument, "
-        "or name its dim with batch={'name': dim}"
+        "argument, or name its dim with batch={'name': dim}"
     )
 
 

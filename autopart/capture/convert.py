@@ -79,7 +79,7 @@ class _Merge:
                 raise CaptureError(
                     f"{_at(a)}: the module does another computation at another batch size ({a.target} at batch "
                     f"{self.small.batch}, {b.target} at {self.large.batch}); if an input's batch is not dim 0, say so "
-                    f"with batch="
+                    "with batch="
                 )
         if len(one) != len(two):
             raise CaptureError(
@@ -212,9 +212,8 @@ class _Merge:
         # origin.
         if rest or abs(size.constant) >= max(self.small.batch, 2):
             raise CaptureError(
-                f"{_at(at)}: the size {one} at batch {self.small.batch} becomes {two} at batch "
-                f"{self.large.batch}, which is no multiple of the batch; name inputs whose batch is not dim 0 with "
-                f"batch="
+                f"{_at(at)}: the size {one} at batch {self.small.batch} becomes {two} at batch {self.large.batch}, "
+                "which is no multiple of the batch; name inputs whose batch is not dim 0 with batch="
             )
         return size
 

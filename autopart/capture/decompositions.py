@@ -11,13 +11,15 @@ from typing import Any
 
 import torch
 
+from autopart import _torch
+
 MEAN, SUM = 1, 2
 
 
 def table() -> dict[Any, Callable[..., Any]]:
     """The decomposition table to trace with."""
     aten = torch.ops.aten
-    ready = torch._decomp.get_decompositions(
+    ready = _torch.decompositions(
         [
             aten.mse_loss,
             aten.mse_loss_backward,

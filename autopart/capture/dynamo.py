@@ -36,7 +36,7 @@ def trace(module: torch.nn.Module, call: Call, loss_fn: Callable[..., Any] | Non
     fresh = types.FunctionType(_run.__code__.replace(), _run.__globals__)
     try:
         value = _torch.dynamo_graph(fresh, (module, loss_fn, target, args, kwargs), {}, backend)
-    except _torch.DYNAMO_REFUSALS as error:
+    except _torch.dynamo_refusals() as error:
         raise _refusal(error, module) from error
     if "graph" not in seen:
         raise CaptureError(f"{type(module).__name__}.forward does no tensor operation, so there is nothing to place")

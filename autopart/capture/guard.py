@@ -45,8 +45,7 @@ def untouched(module: torch.nn.Module) -> Iterator[None]:
     if moved:
         raise CaptureError(
             f"{type(module).__name__}.forward draws random numbers from Python or numpy, which would be frozen into "
-            f"the "
-            "program at their first values; draw them with torch, or pass them in as an argument"
+            "the program at their first values; draw them with torch, or pass them in as an argument"
         )
 
 
@@ -55,7 +54,7 @@ def fake_instead_of_meta(module: torch.nn.Module) -> None:
 
     For use under `untouched`, which puts it back.
     """
-    mode = _torch.FakeTensorMode(allow_non_fake_inputs=True)
+    mode = _torch.fake_mode()
     made: dict[int, torch.Tensor] = {}
 
     def fake(tensor: torch.Tensor) -> torch.Tensor:

@@ -79,7 +79,7 @@ def identity(tensor: torch.Tensor) -> Any:
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:
-    return tensor.numel() > 0 and not tensor.is_meta and not isinstance(tensor, _torch.FakeTensor)
+    return tensor.numel() > 0 and not tensor.is_meta and not _torch.is_fake(tensor)
 
 
 def _refuse_overlap(tensors: Mapping[str, torch.Tensor]) -> None:
@@ -93,8 +93,7 @@ def _refuse_overlap(tensors: Mapping[str, torch.Tensor]) -> None:
         if start < end:
             raise CaptureError(
                 f"the parameters {one} and {two} share memory but are not the same tensor (a transpose or a slice); "
-                f"tie them by "
-                "using one Parameter in both places, and transpose or slice it in forward"
+                "tie them by using one Parameter in both places, and transpose or slice it in forward"
             )
 
 
@@ -110,20 +109,13 @@ def flatten_result(value: Any, loss: Any) -> tuple[list[Any], Any]:
     """
     leaves, tree = _torch.pytree.tree_flatten(value, is_leaf=lambda x: not is_container(x))
     hidden = loss is not None and not any(leaf is loss for leaf in leaves)
-    if hidden or (
-        len(leaves) == 1 and leaves[0] is value and plain_leaf(value)[1] is not value and not is_tensor(value)
-    ):
+    opaque = not is_container(value) and not isinstance(value, torch.Tensor) and plain_leaf(value)[1] is not value
+    if hidden or opaque:
         raise CaptureError(
             f"forward returns a {type(value).__name__}, which cannot be taken apart and rebuilt; return a tensor, or "
-            f"a tuple, list "
-            "or dict of tensors"
+            "a tuple, list or dict of tensors"
         )
     return leaves, tree
-
-
-def is_tensor(value: Any) -> bool:
-    """Whether a leaf is a tensor."""
-    return isinstance(value, torch.Tensor)
 
 
 def find_loss(value: Any, grads: Callable[[Any], bool]) -> Any:
@@ -154,8 +146,7 @@ def held_tensor() -> CaptureError:
     """The refusal of a result that the call did not compute."""
     return CaptureError(
         "forward returns a tensor that the call neither computed nor was given (a parameter, a buffer or another "
-        "tensor that "
-        "the module holds); return a copy of it, such as tensor.clone(), or leave it out of the result"
+        "tensor that the module holds); return a copy of it, such as tensor.clone(), or leave it out of the result"
     )
 
 
@@ -163,7 +154,7 @@ def joint(graph: torch.nn.Module, inputs: tuple[torch.Tensor, ...], module: torc
     """The joint aten graph of ``graph(*inputs)``, with autopart's decompositions."""
     try:
         return _torch.joint_graph(graph, inputs, table())
-    except _torch.DATA_DEPENDENT as error:
+    except _torch.data_dependent() as error:
         raise data_dependent(error, module) from error
 
 
@@ -171,8 +162,8 @@ def data_dependent(error: BaseException, module: torch.nn.Module) -> CaptureErro
     """The refusal of control flow that depends on tensor values, with the user's file and line."""
     return CaptureError(
         f"{where(error, module)}: the Python code of {type(module).__name__} needs the value of a tensor, which "
-        f"differs from "
-        "batch to batch; use torch.where or masking instead of a branch, or move the decision out of forward"
+        "differs from batch to batch; use torch.where or masking instead of a branch, or move the decision out of "
+        "forward"
     )
 
 

@@ -130,7 +130,7 @@ def _on_shapes(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         except NotImplementedError:
             function.__globals__["DEVICE"] = cpu = torch.device("cpu")
             try:
-                with _torch.FakeTensorMode():
+                with _torch.fake_mode():
                     return function(*(_empty(arg, cpu) for arg in args))
             finally:
                 function.__globals__["DEVICE"] = META

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from autopart._torch import OpOverload
+
 Arg = Any
 """An argument of a node: `Ref`, `Size`, `Share`, a plain Python or torch constant, or a tuple of arguments."""
 
@@ -93,7 +95,7 @@ class Value:
 class Node:
     """One aten operator call. `outs` has an entry a result, None if unused; `single`: the op returns one tensor."""
 
-    op: torch._ops.OpOverload
+    op: OpOverload
     args: tuple[Arg, ...]
     kwargs: tuple[tuple[str, Arg], ...]
     outs: tuple[Value | None, ...]

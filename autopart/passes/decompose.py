@@ -16,6 +16,7 @@ from dataclasses import replace
 
 import torch
 
+from autopart._torch import OpOverload
 from autopart.ir.graph import Dim, Input, Node, Ref, Size, Value
 from autopart.rules.factor import Call, bind, is_batch, times, wrap
 from autopart.rules.reduce import reduced_dims
@@ -81,7 +82,7 @@ def _sum_and_divide(node: Node, call: Call, dims: list[int], values: dict[str, V
 
 
 def _like(
-    node: Node, op: torch._ops.OpOverload, args: tuple[object, ...], kwargs: tuple[tuple[str, object], ...], out: Value
+    node: Node, op: OpOverload, args: tuple[object, ...], kwargs: tuple[tuple[str, object], ...], out: Value
 ) -> Node:
     return Node(op, args, kwargs, (out,), True, node.backward, node.module, node.source, node.sequence)
 

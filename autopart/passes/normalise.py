@@ -62,8 +62,7 @@ def _refuse(captured: Captured) -> None:
             )
             raise CaptureError(
                 f"{_place(made.get(out.name))}the {kind} {out.target} is changed in place during the forward, which "
-                f"is not "
-                f"supported yet; {advice}"
+                f"is not supported yet; {advice}"
             )
     for node in captured.nodes:
         if torch.Tag.nondeterministic_seeded in node.op.tags and not _without_dropout(node):
@@ -113,8 +112,7 @@ def _with_output_placements(captured: Captured, judgement: Judgement) -> Capture
         if isinstance(placement, Shard) and placement.outer != 1:
             raise CaptureError(
                 f"the output {out.name} has the batch inside dim {placement.dim}, so microbatches cannot be joined "
-                f"along it; "
-                "return it before the batch is folded into another dim"
+                "along it; return it before the batch is folded into another dim"
             )
         partial = isinstance(placement, Partial) or index in judgement.output_shares
         outputs.append(replace(out, dim=placement.dim if isinstance(placement, Shard) else None, partial=partial))

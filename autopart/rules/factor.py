@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import gcd
 
-import torch
-
+from autopart._torch import OpOverload
 from autopart.ir.graph import Arg, Dim, Node, Ref, Size, Value
 
 Product = tuple[int, ...]
@@ -48,7 +47,7 @@ class Operand:
 class Call:
     """One operator call, its arguments bound to the names of the schema (defaults filled in)."""
 
-    op: torch._ops.OpOverload
+    op: OpOverload
     args: Mapping[str, Arg]
     operands: tuple[Operand, ...]
     results: tuple[Value | None, ...]

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import torch
-
+from autopart._torch import OpOverload
 from autopart.ir.graph import Node, Value
 from autopart.rules import (
     attention,
@@ -32,7 +31,7 @@ FAMILIES: tuple[Mapping[str, Family], ...] = tuple(
 TABLE: Mapping[str, Family] = {name: family for rules in FAMILIES for name, family in rules.items()}
 
 
-def family(op: torch._ops.OpOverload) -> Family | None:
+def family(op: OpOverload) -> Family | None:
     """The table's entry for an operator, None if it has none. Only aten operators have one."""
     if op.namespace != "aten":
         return None

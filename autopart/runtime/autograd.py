@@ -28,7 +28,8 @@ class _Deliver(torch.autograd.Function):
         incoming = grads[0]
         exactly_one = incoming.device.type == "cpu" and incoming.item() == 1.0
         for parameter, gradient in ctx.box.pop():
-            scaled = gradient if exactly_one else gradient * incoming.to(gradient.dtype)
+            # detached, for a view of a flat buffer would keep its dtype when module.double() replaces its data
+            scaled = gradient.detach() if exactly_one else gradient * incoming.to(gradient.dtype)
             parameter.grad = scaled if parameter.grad is None else parameter.grad + scaled
         return None, None, None
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -28,6 +30,7 @@ class Residence:
         self.column = mesh.coordinate(transport.rank).get("pp", 0)
         self.parameters = dict(model.named_parameters(remove_duplicate=False))
         self.whole: dict[str, torch.Tensor] = {}
+        self.trained = {name: parameter.requires_grad for name, parameter in self.parameters.items()}
         self.everyone = tuple(range(transport.size))
         transport.prepare(self._groups())
         for buffer in model.buffers():
@@ -65,6 +68,35 @@ class Residence:
             mine.data = cut(unit, parameter, whole, self.part, self.degree)
         if mine.grad is not None:
             mine.grad = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Residence:
+        """That of a copy of the module, whose parameters `memo` knows."""
+        made = copy.copy(self)
+        made.parameters = {name: copy.deepcopy(parameter, memo) for name, parameter in self.parameters.items()}
+        made.whole = {name: tensor.clone() for name, tensor in self.whole.items()}
+        for name, (unit, parameter) in self.homes().items():
+            if name in made.whole:
+                made.parameters[name].data = cut(unit, parameter, made.whole[name], self.part, self.degree)
+        return made
+
+    def check(self, model: torch.nn.Module) -> None:
+        """Raise ValueError where the module's parameters are no longer those that were cut."""
+        parameters = dict(model.named_parameters(remove_duplicate=False))
+        dtypes = {p.target: p.dtype for unit in self.state.units for p in unit.parameters}
+        for name in parameters.keys() | self.parameters.keys():
+            mine = parameters.get(name)
+            if mine is None or mine is not self.parameters.get(name):
+                what = "is another tensor than"
+            elif mine.dtype != dtypes.get(self.tied.get(name, name), mine.dtype):
+                what = f"is {mine.dtype}, which it was not"
+            elif mine.requires_grad != self.trained[name]:
+                what = f"{'requires' if mine.requires_grad else 'does not require'} grad, unlike"
+            else:
+                continue
+            raise ValueError(
+                f"parameter {name} {what} at the first call, when it was placed on the ranks; change the module before "
+                "that, or parallelize a new one that loads this one's full_state_dict()"
+            )
 
     def states(self) -> States:
         """The state for one step."""
@@ -163,8 +195,6 @@ class Residence:
 
     def whole_copy(self, model: torch.nn.Module) -> torch.nn.Module:
         """The module with parameters of whole shapes, for tracing another program: same names, fake contents."""
-        import copy
-
         memo: dict[int, object] = {}
         shapes = {p.target: p.shape for unit in self.state.units for p in unit.parameters}
         for name, parameter in self.parameters.items():

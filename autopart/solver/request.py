@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from math import inf
+from typing import TypedDict
 
 from autopart.cluster import Cluster, parse_bytes
 from autopart.ir.cost import SegmentCost
@@ -15,6 +16,19 @@ from autopart.solver.memory import SCHEDULES
 
 Rules = tuple[tuple[str, Placement], ...]
 """(pattern, placement), the first match holds; the last pattern is '*'."""
+
+
+class Pins(TypedDict, total=False):
+    """What a caller may pin of a plan; see `choose`."""
+
+    cluster: Cluster | None
+    devices: int | None
+    mesh: Mapping[str, int] | Mesh | None
+    stages: int | Sequence[str] | None
+    placement: str | Placement | Mapping[str, str | Placement] | None
+    schedule: str | None
+    microbatches: int | None
+    memory: str | int | None
 
 
 @dataclass(frozen=True, slots=True)
