@@ -70,7 +70,7 @@ def chosen(**options: Any) -> dict[str, Any]:
 @app.command()
 def demo(
     nproc: Annotated[int, typer.Option(min=1, help="how many processes, one a rank")] = 4,
-    steps: Annotated[int, typer.Option(min=1, help="training steps")] = 400,
+    steps: Annotated[int, typer.Option(min=1, help="training steps")] = 300,
     batch: Annotated[int, typer.Option(min=1, help="samples a step, over all ranks")] = 16,
     mesh: Mesh = None,
     placement: Placement = None,

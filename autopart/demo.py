@@ -117,7 +117,9 @@ def train_rank(settings: Settings) -> None:
     rank, out = int(os.environ["RANK"]), Path(settings.out)
     example = load_file(settings.model)
     torch.manual_seed(settings.seed)
-    model: Any = autopart.parallelize(example.GPT(example.Config()), devices=settings.nproc, **settings.pins())
+    # In float64 the two runs stay together: in float32, another order of sums drives any two runs apart in time.
+    plain = example.GPT(example.Config()).double()
+    model: Any = autopart.parallelize(plain, devices=settings.nproc, **settings.pins())
     with (out / "losses.txt").open("w") if rank == 0 else contextlib.nullcontext() as losses:
         for loss in train(model, example, settings):
             if losses is not None:
@@ -262,7 +264,7 @@ def run(settings: Settings) -> None:
             losses = watch(process, out / "losses.txt", lambda done: progress.update(bar, completed=done))
         progress.update(bar, completed=len(losses))
         torch.manual_seed(settings.seed)
-        model = example.GPT(example.Config())
+        model = example.GPT(example.Config()).double()
         bar, reference = progress.add_task("1 process", total=settings.steps), []
         for loss in train(model, example, settings):
             reference.append(loss)

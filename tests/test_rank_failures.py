@@ -32,6 +32,14 @@ def step(world, batch):
     print(f"began at {time.time()}", flush=True)
     return steps(world, batch)
 """
+BEGIN = """
+
+def step(world, batch):
+    import time
+
+    print(f"began at {time.time()}", flush=True)
+    return steps(world, batch)
+"""
 LINE = "return nn.functional.mse_loss(self.layers(x), y)"
 
 
@@ -61,12 +69,8 @@ def broken(phase: str) -> Program:
     call = re.compile(rf"( = layers_4_{phase}\(b, B, )(\w+)")
     source, count = call.subn(r"\1\2 if k != 2 else \2[:, 1:]", good.source)
     assert count == 1, good.source
-    stamped = source.replace(
-        "def step(",
-        'def step(world, batch):\n    import time\n    print(f"began at {time.time()}", flush=True)\n    return _step(world, batch)\n\n\ndef _step(',
-        1,
-    )
-    return replace(program, ranks=(program.ranks[0], replace(good, source=stamped)))
+    source = source.replace("def step(", "def steps(") + BEGIN
+    return replace(program, ranks=(program.ranks[0], replace(good, source=source)))
 
 
 def step(case: str) -> Any:

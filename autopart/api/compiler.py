@@ -9,6 +9,7 @@ from typing import Any, Unpack
 import torch
 
 from autopart import capture as capturing
+from autopart.api.plain import check_hooks
 from autopart.capture.call import Call
 from autopart.ir.captured import Captured
 from autopart.ir.plan import Plan
@@ -75,6 +76,7 @@ def compile(
     of another model, VerificationError for a faulty program.
     """
     check_semantics(semantics)
+    check_hooks(model, "refuse")
     call = capturing.read(model, args, kwargs, batch=batch, target=target)
     captured = captured_step(model, call, loss_fn, target is not NO_TARGET, capture)
     check_fingerprint(plan, captured)
@@ -101,6 +103,7 @@ def plan(
     or TypeError for a bad argument.
     """
     check_semantics(semantics)
+    check_hooks(model, "refuse")
     call = capturing.read(model, args, kwargs, batch=batch, target=target)
     captured = captured_step(model, call, loss_fn, target is not NO_TARGET, capture)
     return solve(segment(captured, cuts=named(pins.get("stages"))), **pins)
