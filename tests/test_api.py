@@ -369,3 +369,47 @@ def test_one_device_has_every_method() -> None:
     assert same(mine["out"], reference["out"]) and mine["extra"] == reference["extra"]
     assert set(parallel.full_grads()) == {n for n, p in plain.named_parameters() if p.grad is not None}
     assert sum(parallel.report().bytes_sent.values()) == 0
+
+
+def test_a_parameter_without_a_gradient_after_an_evaluation_first() -> None:
+    class Auxiliary(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc, self.side = nn.Linear(4, 2), nn.Linear(4, 2)
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return {"loss": self.fc(x).square().sum(), "side": self.side(x)}
+
+    plain = Auxiliary().double()
+    model = autopart.parallelize(copy.deepcopy(plain), mesh={"dp": 2}, microbatches=1, capture="direct")
+    x = torch.randn(4, 4).double()
+    with torch.no_grad():
+        assert same(model(x)["side"], plain(x)["side"])
+    found = model(x)
+    found["loss"].backward()
+    plain(x)["loss"].backward()
+    assert same(model.fc.weight.grad, plain.fc.weight.grad) and model.side.weight.grad is None
+
+
+def evaluated_first(rank: int, plain: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, bool]:
+    model = autopart.parallelize(copy.deepcopy(plain), mesh={"dp": 2}, microbatches=1, capture="direct")
+    with torch.no_grad():
+        model(x)
+    model(x)["loss"].backward()
+    return model.full_grads()["fc.weight"], "side.weight" in model.full_grads()
+
+
+def test_the_same_on_ranks_that_hold_parts() -> None:
+    class Auxiliary(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc, self.side = nn.Linear(4, 2), nn.Linear(4, 2)
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return {"loss": self.fc(x).square().sum(), "side": self.side(x)}
+
+    plain = Auxiliary().double()
+    x = torch.randn(4, 4).double()
+    plain(x)["loss"].backward()
+    for gradient, side in LocalWorld(2).run(evaluated_first, plain, x):
+        assert same(gradient, plain.fc.weight.grad) and not side

@@ -27,11 +27,10 @@ def step(staged: Staged, stages: Sequence[int], row: Sequence[Action], degree: i
     lines += [f"    {name} = world.store()" for name in _stores(staged, stages)]
     lines += [f"    {out.name} = {{}}" for out in _outputs(staged) if _maker(staged, out) in stages]
     lines += _schedule(staged, row)
-    if captured.training:
-        reductions = _reductions(units, degree)
-        if reductions:
-            lines.append("    # Gradients are reduced to what their consumer needs.")
-            lines += reductions
+    here = {unit.name for unit in units}
+    reductions = _reductions([unit for unit in staged.trained() if unit.name in here], degree)
+    if reductions:
+        lines += ["    # Gradients are reduced to what their consumer needs.", *reductions]
     return [*lines, *_results(staged, stages)]
 
 
@@ -148,8 +147,6 @@ def _backward(staged: Staged, stage: int, k: str) -> list[str]:
 def _reductions(units: Iterable[Unit], degree: int) -> list[str]:
     over_dp, over_pp = [], []
     for unit in units:
-        if not unit.trainable:
-            continue
         if unit.updated_in_parts(degree) and not unit.reduced_at_once(degree):
             over_dp.append(f'world.reduce_scatter("{unit.name}", axis="dp")')
         elif degree > 1 and not unit.reduced_at_once(degree):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from autopart.ir.graph import Value
 from autopart.ir.segmented import Segment, Segmented
 from autopart.ir.sharded import Sharded
-from autopart.ir.state import State
+from autopart.ir.state import State, Unit
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +41,12 @@ class Staged:
     def segmented(self) -> Segmented:
         """The segments, their bodies and the graph."""
         return self.sharded.segmented
+
+    def trained(self) -> tuple[Unit, ...]:
+        """The units that get gradients in this step."""
+        homes = self.state.homes()
+        graded = {homes[out.target].name for out in self.segmented.captured.outputs if out.kind == "grad"}
+        return tuple(unit for unit in self.state.units if unit.trainable and unit.name in graded)
 
     def into(self, stage: int, *, forward: bool) -> tuple[Edge, ...]:
         """The edges that end at a stage, in order of their source."""

@@ -94,10 +94,11 @@ def _each_microbatch(row: Sequence[Action], wires: Mapping[str, int], degree: in
 
 def _once(staged: Staged, units: Sequence[Unit], wires: Mapping[str, int], degree: int) -> Calls:
     """What a step does once on dp: parameters updated in parts are made whole; accumulated gradients are reduced."""
+    trained = {unit.name for unit in staged.trained()}
     for unit in units:
         if unit.updated_in_parts(degree):
             yield "all_gather", wires[unit.name], degree, 1
-        if staged.segmented.captured.training and unit.trainable and not unit.reduced_at_once(degree):
+        if unit.name in trained and not unit.reduced_at_once(degree):
             if unit.updated_in_parts(degree):
                 yield "reduce_scatter", wires[unit.name], degree, 1
             else:
@@ -106,8 +107,9 @@ def _once(staged: Staged, units: Sequence[Unit], wires: Mapping[str, int], degre
 
 def _across_stages(staged: Staged, units: Sequence[Unit], places: Sequence[int], part: int, degree: int) -> Calls:
     """Gradients of parameters that several stages use, summed over those stages: the part that is held, unpadded."""
+    trained = {unit.name for unit in staged.trained()}
     for unit in units:
-        if staged.segmented.captured.training and unit.trainable and len(unit.stages) > 1:
+        if unit.name in trained and len(unit.stages) > 1:
             numel = unit.part_numel(part, degree) if unit.held_in_parts(degree) else unit.numel
             yield "all_reduce", numel * unit.dtype.itemsize, len({places[stage] for stage in unit.stages}), 1
 

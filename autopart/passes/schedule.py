@@ -61,9 +61,8 @@ def _inside(staged: Staged, action: Action, homes: Mapping[str, Unit], degree: i
 
 
 def _at_the_end(staged: Staged, units: Iterable[Unit], degree: int) -> list[Action]:
-    if not staged.segmented.captured.training:
-        return []
-    trained = [unit for unit in units if unit.trainable]
+    here = {unit.name for unit in units}
+    trained = [unit for unit in staged.trained() if unit.name in here]
     over_dp = [unit for unit in trained if degree > 1 and not unit.reduced_at_once(degree)]
     over_pp = [unit for unit in trained if len(unit.stages) > 1]
     return [Action(Kind.REDUCE, -1, -1, unit=unit.name) for unit in (*over_dp, *over_pp)]
