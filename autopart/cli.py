@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Annotated, Any
 
 import typer
@@ -52,7 +53,7 @@ def load_target(target: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     place, _, name = target.rpartition(":")
     if not place:
         raise ValueError(f"target: {target!r} is not of the form FILE.py:NAME or MODULE:NAME")
-    module = demonstration.load_file(place) if place.endswith(".py") else importlib.import_module(place)
+    module = demonstration.load_file(place) if place.endswith(".py") else import_module(place)
     function = getattr(module, name, None)
     if not callable(function):
         raise ValueError(f"target: {place} has no function {name!r}")
@@ -60,6 +61,20 @@ def load_target(target: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     if not isinstance(made, tuple) or len(made) not in (2, 3) or not isinstance(made[1], tuple):
         raise ValueError(f"target: {name}() must return (model, args) or (model, args, kwargs), with args a tuple")
     return made[0], made[1], made[2] if len(made) == 3 else {}
+
+
+def import_module(place: str) -> ModuleType:
+    """The module of that name.
+
+    Raises:
+        ValueError: there is none. What goes wrong inside of it is raised as it is.
+    """
+    try:
+        return importlib.import_module(place)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{place}.".startswith(f"{error.name}."):
+            raise
+        raise ValueError(f"target: there is no module {error.name!r}; a file is named with its .py") from error
 
 
 def chosen(**options: Any) -> dict[str, Any]:

@@ -304,6 +304,13 @@ def test_refused_at_the_first_call_and_nothing_is_lost(name: str) -> None:
     assert all(p.grad is None for p in model.parameters()) and isinstance(model, Net)
 
 
+def test_a_mesh_says_how_many_devices_there_are() -> None:
+    _, plain, batch = pair()
+    assert autopart.plan(plain, batch, mesh={"dp": 3}, capture="direct").mesh.size == 3
+    with pytest.raises(ValueError, match=r"mesh: dp=3 has 3 ranks.* 2 devices"):
+        autopart.plan(plain, batch, mesh={"dp": 3}, devices=2, capture="direct")
+
+
 def test_hooks_run_on_the_root_and_are_refused_below() -> None:
     model, _, batch = pair()
     seen = []

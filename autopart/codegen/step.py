@@ -16,7 +16,6 @@ from autopart.ir.state import Unit
 
 def step(staged: Staged, stages: Sequence[int], row: Sequence[Action], degree: int) -> list[str]:
     """The step of a rank that holds `stages` and performs `row` (compute, SEND and RECV); `degree` is that of dp."""
-    captured = staged.segmented.captured
     units = [unit for unit in staged.state.units if set(unit.stages) & set(stages)]
     lines = ["", "", "def step(world, batch):", f'    """{_phases(row)}"""']
     lines += _prologue(staged, stages)

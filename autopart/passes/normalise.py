@@ -22,7 +22,7 @@ from autopart.ir.captured import Captured, dead_code_eliminated
 from autopart.ir.graph import Arg, Input, Node, Output, Ref, Share, Size, Value
 from autopart.ir.placement import Partial, Shard
 from autopart.passes.accumulate import trees
-from autopart.passes.decompose import decompose_means
+from autopart.passes.decompose import decompose_means, explicit_squeezes
 from autopart.passes.judge import Judgement, Site, judge
 from autopart.passes.simplify import simplify
 
@@ -41,7 +41,8 @@ def normalise(captured: Captured) -> Captured:
     outputs = tuple(replace(out, name=alias.get(out.name, out.name)) for out in captured.outputs)
     result = tuple(alias.get(item, item) if isinstance(item, str) else item for item in captured.result)
     captured = replace(captured, nodes=nodes, outputs=_gradients_by_use(nodes, outputs), result=result)
-    captured = dead_code_eliminated(replace(captured, nodes=decompose_means(captured.inputs, captured.nodes)))
+    nodes = explicit_squeezes(captured.inputs, decompose_means(captured.inputs, captured.nodes))
+    captured = dead_code_eliminated(replace(captured, nodes=nodes))
     judgement = judge(captured.inputs, captured.nodes, captured.outputs)
     captured = _with_whole_batch(_with_output_placements(captured, judgement), judgement)
     captured = _with_prologue(captured, judgement.prologue)

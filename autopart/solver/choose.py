@@ -40,7 +40,8 @@ def choose(
     (`solver.search`). The schedule is 1f1b. For these choices the stage split is optimal: the slowest stage is as fast
     as it can be, proven by z3 (`solver.certify`), with ties broken by fewer boundary bytes, then earlier cuts.
 
-    `cluster` defaults to CPU devices, `devices` to those of the cluster, `memory` (bytes per device) to the cluster's.
+    `cluster` defaults to CPU devices, `devices` to the size of a pinned mesh, else of the cluster, `memory` (bytes per
+    device) to the cluster's.
     `stages` is a count or names where a stage begins: segments, or modules that begin with one. Memory is counted a
     segment at a time: a placement pattern holds for a segment if it matches its name or a module around it.
     `optimizer_ratio` is bytes of optimizer state per byte of trainable parameter.

@@ -73,9 +73,9 @@ def resolve(
     if not names or len(set(names)) != len(names):
         raise ValueError(f"costs: at least one segment, each with its own name, is needed; got {names}")
     whole("batch", batch)
-    count = _devices(devices, cluster)
+    pinned = _mesh(mesh)
+    count = _devices(devices, cluster, pinned)
     cluster = cluster or Cluster.preset("cpu", per_node=count)
-    pinned = _mesh(mesh, count)
     number, starts = _stages(stages, names, pinned)
     if schedule is not None and schedule not in SCHEDULES:
         raise ValueError(f"schedule: unknown or not yet planned for: {schedule!r}; known are {', '.join(SCHEDULES)}")
@@ -111,16 +111,18 @@ def whole(name: str, value: object) -> None:
         raise ValueError(f"{name}: must be at least 1, not {value}")
 
 
-def _devices(devices: int | None, cluster: Cluster | None) -> int:
+def _devices(devices: int | None, cluster: Cluster | None, mesh: Mesh | None) -> int:
     if devices is None:
-        return cluster.devices if cluster else 1
+        return mesh.size if mesh is not None else cluster.devices if cluster else 1
     whole("devices", devices)
+    if mesh is not None and mesh.size != devices:
+        raise ValueError(f"mesh: {mesh} has {mesh.size} ranks, but there are {devices} devices")
     if cluster and devices > cluster.devices:
         raise ValueError(f"devices: {devices} asked for, but the cluster has {cluster.devices}")
     return devices
 
 
-def _mesh(mesh: Mapping[str, int] | Mesh | None, devices: int) -> Mesh | None:
+def _mesh(mesh: Mapping[str, int] | Mesh | None) -> Mesh | None:
     if mesh is None:
         return None
     if not isinstance(mesh, Mesh | Mapping):
@@ -129,8 +131,6 @@ def _mesh(mesh: Mapping[str, int] | Mesh | None, devices: int) -> Mesh | None:
     for axis, size in made.axes:
         if axis not in ("pp", "dp") and size > 1:
             raise ValueError(f"mesh: axis {axis!r} is not planned yet; use pp and dp")
-    if made.size != devices:
-        raise ValueError(f"mesh: {made} has {made.size} ranks, but there are {devices} devices")
     return made
 
 
