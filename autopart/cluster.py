@@ -11,10 +11,9 @@ _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 # name: (FLOP/s, memory bytes, memory bytes/s, bytes/s to a device of the node, bytes/s per device between nodes).
-# Dense peaks, one direction of a link, from the vendors' data sheets: NVIDIA H100 SXM, A100 SXM, H200, HGX B200 and
-# L40S (bfloat16 tensor cores), the Ada architecture whitepaper (RTX 4090, fp32 accumulation) and T4 (fp16); AMD MI250X
-# (one of its two dies is a device here) and MI300X. Between nodes: the adapter usual with each. "cpu" has no data
-# sheet: the order of magnitude of one desktop core in float32, with shared memory as the link.
+# Nominal figures as the vendors publish them, rounded: dense peaks (bfloat16 tensor cores; RTX 4090 with fp32
+# accumulation, T4 fp16; MI250X is one of its two dies), one direction of a link. Between nodes: the adapter usual with
+# each. "cpu": the order of magnitude of one desktop core in float32, with shared memory as the link.
 _PRESETS = {
     "h100-80": (989.4e12, 80 * 10**9, 3.35e12, 450e9, 50e9),
     "h200": (989.4e12, 141 * 10**9, 4.8e12, 450e9, 50e9),

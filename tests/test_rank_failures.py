@@ -172,7 +172,7 @@ def test_a_loop_that_fails_on_one_rank(case: str, size: int, cause: str) -> None
     result = launch(loop, size, [case], timeout=60, check=False)
     assert_ended(result, 1)
     assert_quiet(result, 1, cause)
-    assert "".join(result.outputs).count("KeyError: \"the user's own fault\"") == (case == "raises"), result
+    assert "".join(result.outputs).count('KeyError: "the user\'s own fault"') == (case == "raises"), result
 
 
 def test_a_loop_that_is_shorter_on_one_rank() -> None:
@@ -187,7 +187,7 @@ def test_a_loop_that_is_shorter_on_one_rank() -> None:
 
 @pytest.mark.parametrize(
     ("case", "message"),
-    [("raises", "rank 1 failed: KeyError: \"the user's own fault\""), ("stops", "deadlock: .*rank 1 has finished")],
+    [("raises", 'rank 1 failed: KeyError: "the user\'s own fault"'), ("stops", "deadlock: .*rank 1 has finished")],
 )
 def test_the_same_loops_in_the_local_world(case: str, message: str) -> None:
     with pytest.raises(RankFailure, match=message):
