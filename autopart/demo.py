@@ -87,7 +87,7 @@ def load_file(path: str | Path) -> ModuleType:
     """
     path = Path(path).resolve()
     if path.suffix != ".py" or not path.is_file():
-        raise ValueError(f"there is no Python file {path}")
+        raise ValueError(f"{path} is not a Python file, or does not exist")
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from typing import Any
 
 import pytest
@@ -420,3 +421,32 @@ def test_the_same_on_ranks_that_hold_parts() -> None:
     plain(x)["loss"].backward()
     for gradient, side in LocalWorld(2).run(evaluated_first, plain, x):
         assert same(gradient, plain.fc.weight.grad) and not side
+
+
+def steps_of(rank: int, plain: nn.Module, batch: Any, pins: dict[str, Any], kind: str) -> str:
+    model = autopart.parallelize(copy.deepcopy(plain), capture="direct", **pins)
+    parameters = [p for p in model.parameters() if p.ndim == 2] if kind == "Muon" else model.parameters()
+    optimizer = getattr(torch.optim, kind)(parameters)
+    model(*batch).backward()
+    before = {name: value.clone() for name, value in model.local_state_dict().items()}
+    try:
+        optimizer.step(lambda: model(*batch)) if kind == "LBFGS" else optimizer.step()
+    except ValueError as error:
+        assert all(torch.equal(value, before[name]) for name, value in model.local_state_dict().items())
+        return str(error)
+    return "stepped"
+
+
+@pytest.mark.parametrize(
+    ("kind", "pins", "message"),
+    [
+        ("Muon", {"mesh": {"dp": 2}, "placement": "zero1"}, "Muon needs whole tensors.*has a part of"),
+        ("LBFGS", {"mesh": {"pp": 2}}, "LBFGS needs whole tensors.*does not have"),
+        ("Muon", {"mesh": {"dp": 2}, "placement": "ddp"}, "stepped"),
+        ("AdamW", {"mesh": {"dp": 2}, "placement": "fsdp"}, "stepped"),
+    ],
+)
+def test_optimizers_that_need_whole_tensors_are_stopped_on_parts(kind: str, pins: dict[str, Any], message: str) -> None:
+    _, plain, batch = pair()
+    for found in LocalWorld(2).run(steps_of, plain, batch, pins, kind):
+        assert re.search(message, found), found

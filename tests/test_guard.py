@@ -25,7 +25,7 @@ def module() -> nn.Module:
 def test_attributes_and_containers_are_put_back() -> None:
     made = module()
     nested, inner, weight = made.nested, made.nested[0]["a"], made[0].weight
-    with untouched(made):
+    with pytest.raises(CaptureError, match="changes "), untouched(made):
         made.steps += 1
         made.fresh = torch.ones(2)
         del made[1].eps

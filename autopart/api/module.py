@@ -16,7 +16,7 @@ from autopart.ir.mesh import Mesh
 from autopart.ir.placement import Placement
 from autopart.ir.plan import Plan
 from autopart.ir.program import Program
-from autopart.runtime import clipping
+from autopart.runtime import clipping, guards
 from autopart.runtime.report import Report
 
 
@@ -43,6 +43,7 @@ class Parallel(torch.nn.Module):
         result = self._autopart.call(self, args, kwargs, target)
         if self._autopart.residence is not None:
             clipping.watch(self._autopart.residence)
+            guards.watch(self._autopart.residence)
         return result
 
     @property

@@ -34,8 +34,10 @@ def as_plain(model: torch.nn.Module, plain: type[torch.nn.Module]) -> Iterator[N
             part.__dict__[name] = found
 
 
-def constants(model: torch.nn.Module) -> tuple[tuple[str, Any], ...]:
+def constants(model: torch.nn.Module, *, shapes: bool = True) -> tuple[tuple[str, Any], ...]:
     """What a trace of the module takes for constant, by name: classes, attributes, shapes of parameters and buffers.
+
+    Without `shapes` those of parameters and buffers are left out, where a rank has only its parts of them.
 
     A tensor or an object in an attribute stands for itself, whatever is in it. Hashable.
     """
@@ -46,7 +48,7 @@ def constants(model: torch.nn.Module) -> tuple[tuple[str, Any], ...]:
         found.append((path, type(part)))
         found += [(dot + name, _constant(value)) for name, value in vars(part).items() if name not in own]
         held = (*part._parameters.items(), *part._buffers.items())
-        found += [(dot + name, None if t is None else (t.shape, t.dtype)) for name, t in held]
+        found += [(dot + name, None if t is None or not shapes else (t.shape, t.dtype)) for name, t in held]
     return tuple(found)
 
 

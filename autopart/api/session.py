@@ -23,6 +23,7 @@ from autopart.errors import CaptureError
 from autopart.ir.plan import Plan
 from autopart.ir.program import Program
 from autopart.ir.segmented import Segmented
+from autopart.ir.state import Unit
 from autopart.passes.segment import segment
 from autopart.passes.verify import verify
 from autopart.runtime import distributed
@@ -136,7 +137,7 @@ class Session:
         return call.key(), torch.is_grad_enabled(), modes, trained, casts
 
     def _compiled(self, model: torch.nn.Module, call: Call, target: bool) -> Compiled:
-        made_of = (self._key(model, call), constants(model), target)
+        made_of = (self._key(model, call), constants(model, shapes=self.transport is None), target)
         key = (made_of, self._microbatches(call) if self.plan is not None else None)
         if key in self.programs:
             self.programs.move_to_end(key)
@@ -188,17 +189,18 @@ class Session:
         return min(self.plan.microbatches, call.batch // degree)
 
     def _compile(self, model: torch.nn.Module, call: Call, target: bool) -> Compiled:
-        program = self._given(call) or self._lowered(model, call, target)
+        program = self._given(model, call) or self._lowered(model, call, target)
         device = self.transport.device if self.transport is not None else next(iter(call.tensors))[1].device
         ranks = range(self.size) if self.transport is None else (self.transport.rank,)
         return Compiled(program, tuple(Loaded.of(program, rank, device) for rank in ranks))
 
-    def _given(self, call: Call) -> Program | None:
-        """The pinned program, verified, if it is one for this call."""
+    def _given(self, model: torch.nn.Module, call: Call) -> Program | None:
+        """The pinned program, verified, if it is one for this call: same shapes, dtypes and other arguments."""
         program = self.options.given_program
-        if program is None or not torch.is_grad_enabled():
+        if program is None or not torch.is_grad_enabled() or program.captured.call != call.key():
             return None
-        if {item.target for item in program.captured.of_kind("input")} - {path for path, _ in call.tensors}:
+        trained = {name: p.requires_grad for name, p in model.named_parameters(remove_duplicate=False)}
+        if any(item.requires_grad != trained.get(item.target) for item in program.captured.of_kind("parameter")):
             return None
         if self.options.verify:
             verify(program)
@@ -280,28 +282,24 @@ class Session:
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """(parameter, gradient) in what this process holds of each: parts, or whole ones where it has all ranks."""
         parameters = dict(model.named_parameters(remove_duplicate=False))
-        mesh = program.plan.mesh
+        graded = {out.target for out in program.captured.outputs if out.kind == "grad"}
         pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for unit in program.state.units:
-            if not unit.trainable:
-                continue
-            held = [r.gradients[unit.name] for r in results if unit.name in r.gradients]
-            if self.transport is None:
-                column = results[mesh.rank({"pp": unit.stages[0]})].gradients.get(unit.name) if held else None
-                ranks = [mesh.rank({"pp": unit.stages[0], "dp": part}) for part in range(mesh.degree("dp"))]
-                parts = [results[rank].gradients[unit.name] for rank in ranks] if column is not None else []
-                whole = unit.held_in_parts(mesh.degree("dp"))
-                for position, parameter in enumerate(unit.parameters):
-                    pieces = [grads[position] for grads in (parts if whole else parts[:1])]
-                    found = [piece for piece in pieces if piece is not None]
-                    if found:
-                        pairs.append((parameters[parameter.target], _whole(found, parameter.shape)))
-            else:
-                for grads in held:
-                    for parameter, grad in zip(unit.parameters, grads, strict=True):
-                        if grad is not None:
-                            pairs.append((parameters[parameter.target], grad))
+        for unit in program.staged.trained():
+            owners = self._owners(unit, program) if self.transport is None else range(1)
+            lists = [results[owner].gradients[unit.name] for owner in owners if unit.name in results[owner].gradients]
+            for parameter, pieces in zip(unit.parameters, zip(*lists, strict=True), strict=False):
+                found = [piece for piece in pieces if piece is not None]
+                if found and parameter.target in graded:
+                    shape = found[0].shape if self.transport is not None else parameter.shape
+                    pairs.append((parameters[parameter.target], _whole(found, shape)))
         return pairs
+
+    @staticmethod
+    def _owners(unit: Unit, program: Program) -> list[int]:
+        """The ranks whose gradients make up a unit's, in order."""
+        mesh = program.plan.mesh
+        parts = mesh.degree("dp") if unit.held_in_parts(mesh.degree("dp")) else 1
+        return [mesh.rank({"pp": unit.stages[0], "dp": part}) for part in range(parts)]
 
 
 def _whole(pieces: list[torch.Tensor], shape: tuple[int, ...]) -> torch.Tensor:

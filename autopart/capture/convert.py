@@ -41,6 +41,7 @@ def convert(small: Trace, large: Trace, call: Call, names: Names) -> Captured:
         outputs=merge.outputs(),
         training=small.training,
         batch=call.batch,
+        call=call.key(),
         batch_dims=tuple((p, d) for p, d in zip(call.paths, call.dims, strict=True) if d is not None),
         tree=small.tree,
         result=merge.result(),
@@ -109,7 +110,12 @@ class _Merge:
                 self.tangents.append(made)
                 self.alias[node.name] = Ref(made.value.name)
             elif node.op == "placeholder":
-                kind, target, tensor = next(given)
+                kind, target, tensor = next(given, ("", "", None))
+                if tensor is None:
+                    raise CaptureError(
+                        f"the graph reads {node.name}, which is neither a parameter, a buffer nor an input; "
+                        "make it one of them, or try capture='direct'"
+                    )
                 self.primals[node.meta["desc"]] = (kind, target)
                 if kind == "constant":
                     self._constant(node, tensor)

@@ -14,6 +14,7 @@ import torch
 from autopart import _torch
 from autopart.capture.annotate import SourceLines, module_names
 from autopart.capture.call import Call
+from autopart.capture.guard import changes, reassigned_buffer
 from autopart.capture.trace import Names, Trace, find_loss, flatten_result, held_tensor, joint, plain_leaf
 
 
@@ -35,8 +36,11 @@ class _Flat(torch.nn.Module):
         leaves = [next(fresh) if isinstance(x, torch.Tensor) else x for x in self.call_.leaves]
         paths = {id(x): p for x, p in zip(leaves, self.call_.paths, strict=True) if isinstance(x, torch.Tensor)}
         args, kwargs = _torch.pytree.tree_unflatten(leaves, self.call_.spec)
+        buffers = dict(self.module.named_buffers(remove_duplicate=False))
         with SourceLines():
             value = self.run(self.module, args, kwargs)
+        if name := reassigned_buffer(self.module, buffers):
+            raise changes(self.module, f"the buffer {name}")
         loss = find_loss(value, lambda x: bool(x.requires_grad))
         self.training_loss = loss is not None and loss.requires_grad and torch.is_grad_enabled()
         found, self.tree = flatten_result(value, loss)

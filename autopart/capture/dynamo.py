@@ -15,6 +15,7 @@ import torch
 
 from autopart import _torch
 from autopart.capture.call import Call
+from autopart.capture.guard import changes, reassigned_buffer
 from autopart.capture.trace import Names, Trace, find_loss, flatten_result, held_tensor, joint, plain_leaf, where
 from autopart.errors import CaptureError
 
@@ -34,13 +35,21 @@ def trace(module: torch.nn.Module, call: Call, loss_fn: Callable[..., Any] | Non
     args, kwargs = call.unflatten()
     # Dynamo keeps what it compiled with the code object: a fresh one leaves nothing behind and is never "recompiled".
     fresh = types.FunctionType(_run.__code__.replace(), _run.__globals__)
+    buffers = dict(module.named_buffers(remove_duplicate=False))
     try:
         value = _torch.dynamo_graph(fresh, (module, loss_fn, target, args, kwargs), {}, backend)
     except _torch.dynamo_refusals() as error:
         raise _refusal(error, module) from error
+    other = reassigned_buffer(module, buffers)
     if "graph" not in seen:
         raise CaptureError(f"{type(module).__name__}.forward does no tensor operation, so there is nothing to place")
-    return _finish(module, call, value, seen, names)
+    made = _finish(module, call, value, seen, names)
+    # A buffer changed in place looks reassigned too; its change is in the graph, and `normalise` knows the line of it.
+    if other and not any(
+        type(d).__name__ == "InputMutationAOTOutput" for d in made.graph.graph.output_node().meta["desc"]
+    ):
+        raise changes(module, f"the buffer {other}")
+    return made
 
 
 def _run(module: Any, loss_fn: Any, target: bool, args: Any, kwargs: Any) -> Any:

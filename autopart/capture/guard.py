@@ -15,6 +15,7 @@ from autopart import _torch
 from autopart.errors import CaptureError
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+PLAIN = (bool, int, float, str, type(None))
 CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict, Counter)
 
 
@@ -22,8 +23,9 @@ CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict, Counter)
 def untouched(module: torch.nn.Module) -> Iterator[None]:
     """Put back every submodule's attributes, plain containers in them, and every random generator afterwards.
 
-    Hooks on modules are off meanwhile. Raises CaptureError if Python's or numpy's generator moved: what the model drew
-    would be frozen into the graph.
+    Hooks on modules are off meanwhile. Raises CaptureError if Python's or numpy's generator moved, as what the model
+    drew would be frozen into the graph; and if the forward changed a number, a container or a buffer of a module, as
+    its Python code runs once, not at every step. (A tensor that it merely leaves in an attribute is let pass.)
     """
     parts = [(part, dict(part.__dict__)) for part in module.modules()]
     contents = _contents([saved for _, saved in parts])
@@ -35,6 +37,7 @@ def untouched(module: torch.nn.Module) -> Iterator[None]:
                 part.__dict__.update({name: OrderedDict() for name in HOOKS})
             yield
         moved = repr(_drawn()) != repr(before)
+        changed = _changed(module, parts, contents)
     finally:
         for part, saved in parts:
             part.__dict__.clear()
@@ -42,11 +45,53 @@ def untouched(module: torch.nn.Module) -> Iterator[None]:
         for container, copy in contents:
             _refill(container, copy)
         _restore(before)
+    if changed:
+        raise changes(module, changed)
     if moved:
         raise CaptureError(
             f"{type(module).__name__}.forward draws random numbers from Python or numpy, which would be frozen into "
             "the program at their first values; draw them with torch, or pass them in as an argument"
         )
+
+
+def reassigned_buffer(module: torch.nn.Module, before: dict[str, torch.Tensor]) -> str:
+    """The name of a buffer that is another tensor than `before`, "" if all are the same."""
+    now = dict(module.named_buffers(remove_duplicate=False))
+    return next((name for name in {**before, **now} if now.get(name) is not before.get(name)), "")
+
+
+def changes(module: torch.nn.Module, what: str) -> CaptureError:
+    """The refusal of a forward that changes the module's own state."""
+    return CaptureError(
+        f"{type(module).__name__}.forward changes {what}, which a program would not do at every step: its Python code "
+        "runs once, when it is captured; do it in the loop, or pass the value in and return it"
+    )
+
+
+def _changed(
+    module: torch.nn.Module, parts: list[tuple[torch.nn.Module, dict[str, Any]]], contents: list[tuple[Any, Any]]
+) -> str:
+    """The first plain value, container or buffer of a module that is no longer what it was, by name; "" if all are."""
+    altered = {id(container) for container, copy in contents if not _same_items(container, copy)}
+    names = {id(part): name for name, part in module.named_modules(remove_duplicate=False)}
+    for part, saved in parts:
+        for name, old in saved.items():
+            new = part.__dict__.get(name)
+            plain = isinstance(old, PLAIN) and isinstance(new, PLAIN)
+            registry = name in (*HOOKS, "_parameters", "_modules", "_buffers")
+            if not registry and ((plain and old != new) or id(old) in altered):
+                return f"{names.get(id(part), '')}.{name}".lstrip(".")
+    return ""
+
+
+def _same_items(container: Any, copy: Any) -> bool:
+    """Whether a container holds the same objects as its copy."""
+    if len(container) != len(copy):
+        return False
+    pairs = zip(container.items(), copy.items(), strict=True) if isinstance(container, dict) else ()
+    if isinstance(container, dict):
+        return all(a == b and x is y for (a, x), (b, y) in pairs)
+    return isinstance(container, set) or all(x is y for x, y in zip(container, copy, strict=True))
 
 
 def fake_instead_of_meta(module: torch.nn.Module) -> None:

@@ -25,14 +25,22 @@ def bodies(layouts: Iterable[Layout]) -> Bodies:
     for item in layouts:
         if item.variant in names:
             continue
-        taken = sum(name == item.body.name or name.startswith(f"{item.body.name}_w") for name in names.values())
-        name = names[item.variant] = item.body.name + (f"_w{taken + 1}" if taken else "")
+        name = names[item.variant] = _fresh(item.body.name, set(names.values()))
         users = [other.segment.name for other in layouts if other.variant == item.variant]
         doc = users[0] if len(users) == 1 else f"{users[0]} to {users[-1]}"
         lines += ["", "", *_forward(item, name, doc)]
         if item.body.backward is not None:
             lines += ["", "", *_backward(item, name, doc)]
     return Bodies(tuple(lines), names)
+
+
+def _fresh(wish: str, taken: set[str]) -> str:
+    """A name for a body: where layouts differ, one body makes several functions."""
+    name, count = wish, 1
+    while name in taken:
+        count += 1
+        name = f"{wish}_w{count}"
+    return name
 
 
 def _forward(item: Layout, name: str, doc: str) -> list[str]:

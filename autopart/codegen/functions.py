@@ -99,7 +99,20 @@ def wrapped_return(result: str) -> list[str]:
     """``return result``, a long result in parentheses on several lines."""
     if len(result) <= WIDTH - 11:
         return [f"return {result}"]
-    return ["return (", *_filled(result.split(", "), "    "), ")"]
+    lines = _filled(result.split(", "), "    ")
+    if not _several(result):  # a comma behind a single value would make a tuple of it
+        lines[-1] = lines[-1].removesuffix(",")
+    return ["return (", *lines, ")"]
+
+
+def _several(result: str) -> bool:
+    """Whether a comma stands outside of all parentheses."""
+    depth = 0
+    for character in result:
+        depth += {"(": 1, ")": -1}.get(character, 0)
+        if character == "," and depth == 0:
+            return True
+    return False
 
 
 def _filled(items: Sequence[str], indent: str) -> list[str]:

@@ -52,7 +52,8 @@ class Layout:
     @property
     def variant(self) -> object:
         """What the text of the body's functions depends on besides the body."""
-        return self.body.name, self.formals, tuple(sources for _, sources in self.gradients)
+        sizes = tuple(len(unit.parameters) for unit in self.units)
+        return self.segment.body, self.formals, sizes, tuple(sources for _, sources in self.gradients)
 
 
 def layout(segment: Segment, segmented: Segmented, homes: Mapping[str, Unit]) -> Layout:

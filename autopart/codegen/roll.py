@@ -38,7 +38,8 @@ def template(texts: Sequence[str], places: Sequence[int], variable: str = "i") -
     if all(text == texts[0] for text in texts):
         return texts[0]
     pieces = [_NUMBER.split(text) for text in texts]
-    if any(piece != pieces[0] for piece in pieces):
+    padded = any(number != str(int(number)) for text in texts for number in _NUMBER.findall(text))
+    if padded or any(piece != pieces[0] for piece in pieces):
         return None
     numbers = list(zip(*([int(n) for n in _NUMBER.findall(text)] for text in texts), strict=True))
     made = [pieces[0][0]]

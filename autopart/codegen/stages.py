@@ -16,8 +16,6 @@ from autopart.ir.names import RESERVED, identifier
 from autopart.ir.staged import Edge, Staged
 from autopart.ir.state import Unit
 
-"""Names that a stage function uses itself; a module may be called like one."""
-
 
 @dataclass(frozen=True, slots=True)
 class Use:
@@ -114,6 +112,7 @@ def _head(
     formals = ["world", "batch", "k", *more, *(f"from_{edge.source}" for edge in edges), *prologue]
     lines = ["", "", *call(f"def {name}", formals, ":"), "    b, B = batch.sizes[k], batch.size"]
     writer.env.update({value: value for value in prologue})
+    writer.names.update(prologue)
     for edge in edges:
         variables = [writer.fresh(_variable(staged, value.name)) for value in edge.values]
         writer.env.update(zip((value.name for value in edge.values), variables, strict=True))

@@ -39,6 +39,7 @@ class Captured:
     tree: Any
     result: tuple[str | tuple[str, Any], ...]
     tied: tuple[tuple[str, str], ...]
+    call: tuple[Any, ...] = ()  # what of the call it holds for: shapes but for the batch, dtypes, other arguments
     constants: tuple[Constant, ...] = ()
     prologue: tuple[Node, ...] = ()
 
@@ -99,7 +100,7 @@ class Captured:
 
 def dead_code_eliminated(captured: Captured) -> Captured:
     """The same graph without nodes, results and non-user inputs that no output needs."""
-    needed = {out.name for out in captured.outputs}
+    needed = {out.name for out in captured.outputs} | {name for node in captured.prologue for name in node.refs()}
     kept: list[Node] = []
     for node in reversed(captured.nodes):
         if any(name in needed for name in node.names()):

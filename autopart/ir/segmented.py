@@ -55,8 +55,8 @@ class Segment:
 
     @property
     def parameters(self) -> tuple[str, ...]:
-        """Every parameter used, in order of first use."""
-        return tuple(dict.fromkeys((*self.forward_parameters, *self.backward_parameters)))
+        """Every parameter that is read or given a gradient, in order of first use."""
+        return tuple(dict.fromkeys((*self.forward_parameters, *self.backward_parameters, *self.gradients)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -126,9 +126,7 @@ def _structure(
     parameters = [targets[target] for target in segment.parameters]
     fixed = dict.fromkeys((*segment.forward_fixed, *segment.backward_fixed))
     given = numbers.typed((*parameters, *fixed, *segment.values, *segment.backward_inputs))
-    paths = tuple(
-        wishes[name].removeprefix(prefix) if name in wishes else "" for name in (*parameters, *fixed, *segment.values)
-    )
+    paths = tuple(wishes[name].removeprefix(prefix) for name in (*parameters, *fixed))
     nodes = tuple(
         [
             (n.form, tuple([numbers[r] for r in n.refs()]), numbers.typed(n.outs))
@@ -239,6 +237,9 @@ def _named(bodies: list[Body], segments: list[Segment]) -> Iterable[Body]:
     for number, body in enumerate(bodies):
         name = next(segment.name for segment in segments if segment.body == number)
         name = re.sub(r"(\.\d+)+$", "", name) if uses[number] > 1 else name
-        base = identifier(name, "layer_")
-        taken[base] += 1
-        yield replace(body, name=base if taken[base] == 1 else f"{base}_v{taken[base]}")
+        base = fresh = identifier(name, "layer_")
+        while fresh in taken or re.fullmatch(r"stage\d+", fresh):  # the stages' own functions are called so
+            taken[base] += 1
+            fresh = f"{base}_v{taken[base]}"
+        taken[fresh] += 1
+        yield replace(body, name=fresh)

@@ -77,7 +77,8 @@ class _Step:
     def __init__(self, node: Node, values: Mapping[str, Value], known: Mapping[str, Fact], free: bool) -> None:
         rule_family = family(node.op)
         if rule_family is None:
-            refuse(node, "has no factor rule, so how its result depends on the batch is unknown")
+            unknown = "has no factor rule, so how its result depends on the batch is unknown"
+            refuse(node, unknown, "Write it in other operations, or do it outside and pass its result in as an input.")
         self.node, self.free = node, free
         self.name = node.op.overloadpacket.__name__
         self.call: Call = bind(node, values)
@@ -250,11 +251,11 @@ _REASONS: Mapping[str, str] = {
 }
 
 
-def refuse(node: Node, what: str) -> NoReturn:
+def refuse(node: Node, what: str, advice: str = ADVICE) -> NoReturn:
     """Raise CaptureError about a node, naming its operator, module and source line."""
     module = f" in module {node.module!r}" if node.module else ""
     source = f"\n  {node.source}" if node.source else ""
-    raise CaptureError(f"{node.opname}{module} {what}.{source}\n{ADVICE}")
+    raise CaptureError(f"{node.opname}{module} {what}.{source}\n{advice}")
 
 
 def batch_dims(value: Value) -> tuple[int, ...]:

@@ -19,7 +19,7 @@ import torch
 
 from autopart.errors import CaptureError
 from autopart.ir.captured import Captured, dead_code_eliminated
-from autopart.ir.graph import Arg, Input, Node, Output, Ref, Share, Size, Value
+from autopart.ir.graph import Arg, Input, Node, Output, Ref, Share, Size, Value, map_arg
 from autopart.ir.placement import Partial, Shard
 from autopart.passes.accumulate import trees
 from autopart.passes.decompose import decompose_means, explicit_squeezes
@@ -68,8 +68,8 @@ def _refuse(captured: Captured) -> None:
     for node in captured.nodes:
         if torch.Tag.nondeterministic_seeded in node.op.tags and not _without_dropout(node):
             raise CaptureError(
-                f"{_place(node)}{node.opname} draws random numbers, which is not supported yet; set the dropout "
-                f"probability to 0"
+                f"{_place(node)}{node.opname} draws random numbers, which is not supported yet; set a dropout's "
+                "probability to 0, draw other numbers outside and pass them in as an input"
             )
 
 
@@ -194,16 +194,49 @@ def _with_prologue(captured: Captured, wanted: Iterable[str]) -> Captured:
             needed.update(node.refs())
     values = {value.name: value for value in captured.values()}
     names = {name: name if name in wanted else f"{name}_whole" for node in cone for name in node.names()}
-    prologue = tuple(node.renamed(names) for node in reversed(cone))
+    prologue = tuple(_whole(node.renamed(names)) for node in reversed(cone))
     inputs = tuple(
         Input(values[name], "prologue", name) for node in reversed(cone) for name in node.names() if name in wanted
     )
     nodes = tuple(_without(node, wanted) for node in captured.nodes)
-    return replace(
+    captured = replace(
         captured,
         inputs=(*captured.inputs, *inputs),
         nodes=tuple(node for node in nodes if any(node.names())),
         prologue=prologue,
+    )
+    return _with_copies(captured, wanted)
+
+
+def _whole(node: Node) -> Node:
+    """The node on the whole batch, of which the share is 1."""
+    return replace(node, args=map_arg(node.args, lambda a: a.factor if isinstance(a, Share) else a))
+
+
+def _with_copies(captured: Captured, given: set[str]) -> Captured:
+    """A prologue value that the step returns is made by its last layer, as every output is: copy it there."""
+    returned = [out for out in captured.outputs if out.name in given]
+    if not returned:
+        return captured
+    values = {value.name: value for value in captured.values()}
+    last = max(i for i, node in enumerate(captured.nodes) if not node.backward)
+    like, copies = captured.nodes[last], {out.name: f"{out.name}_copy" for out in returned}
+    made = [
+        replace(
+            like,
+            op=torch.ops.aten.clone.default,
+            args=(Ref(name),),
+            kwargs=(),
+            outs=(replace(values[name], name=copy),),
+            single=True,
+        )
+        for name, copy in copies.items()
+    ]
+    return replace(
+        captured,
+        nodes=(*captured.nodes[: last + 1], *made, *captured.nodes[last + 1 :]),
+        outputs=tuple(replace(out, name=copies.get(out.name, out.name)) for out in captured.outputs),
+        result=tuple(copies.get(item, item) if isinstance(item, str) else item for item in captured.result),
     )
 
 

@@ -168,7 +168,9 @@ def _backward_homes(captured: Captured, forward: list[Node], number: list[int]) 
     A gradient-accumulation add has no forward node of its own: it belongs where its result is used, the segment that
     made the value whose gradients it adds.
     """
-    by_sequence = {node.sequence: home for node, home in zip(forward, number, strict=True)}
+    by_sequence: dict[int, int] = {}  # the first node of a number is the one that autograd saw
+    for node, place in zip(forward, number, strict=True):
+        by_sequence.setdefault(node.sequence, place)
     backward = [node for node in captured.nodes if node.backward]
     made = {name for node in backward for name in node.names()}
     used_at: dict[str, int] = {}

@@ -56,7 +56,8 @@ class _Kind:
 
     owner: str  # the only segment that uses it, else the parameter itself
     shared: bool
-    trained: bool
+    trainable: bool
+    graded: bool  # apart, so that a unit's gradients come together or not at all
     dtype: torch.dtype
     modes: Modes
 
@@ -73,9 +74,9 @@ def place(captured: Captured, stages: Sequence[Sequence[Segment]], plan: Plan) -
     groups: dict[_Kind, list[str]] = {}
     for target, used in users.items():
         item, shared = inputs[target], len(used) > 1
-        trained = item.requires_grad and (target in graded or not captured.training)
         modes = plan.placement_of(target).on("dp")
-        kind = _Kind(target if shared else used[0][1], shared, trained, item.value.dtype, modes)
+        owner, grad = target if shared else used[0][1], item.requires_grad
+        kind = _Kind(owner, shared, grad, grad and target in graded, item.value.dtype, modes)
         groups.setdefault(kind, []).append(target)
     units: list[Unit] = []
     taken: Counter[str] = Counter()
@@ -84,7 +85,7 @@ def place(captured: Captured, stages: Sequence[Sequence[Segment]], plan: Plan) -
         taken[kind.owner] += 1
         parameters = tuple(Parameter(target, inputs[target].value.at(1), kind.dtype) for target in targets)
         holders = tuple(sorted({number for target in targets for number, _ in users[target]}))
-        units.append(Unit(name, parameters, kind.trained, kind.modes, holders))
+        units.append(Unit(name, parameters, kind.trainable, kind.modes, holders))
     return State(tuple(units), tuple(item.target for item in captured.of_kind("buffer", "constant")))
 
 

@@ -68,7 +68,7 @@ def _convolution_backward(call: Call) -> Expression:
     """The gradients of input and weight cost as much as the forward each; that of the bias is a sum."""
     outer = call.shape("input" if call.args["transposed"] else "grad_output")
     to_input, to_weight, to_bias = call.args["output_mask"]
-    return (to_input + to_weight) * _convolved(call, outer) + to_bias * count(call.shape("grad_output"))
+    return (int(to_input) + int(to_weight)) * _convolved(call, outer) + int(to_bias) * count(call.shape("grad_output"))
 
 
 def _attention(scores: int, weighted: int) -> Formula:

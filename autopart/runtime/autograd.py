@@ -27,11 +27,25 @@ class _Deliver(torch.autograd.Function):
             )
         incoming = grads[0]
         exactly_one = incoming.device.type == "cpu" and incoming.item() == 1.0
+        seen: set[int] = set()
         for parameter, gradient in ctx.box.pop():
+            gradient = _own(gradient, seen)
             # detached, for a view of a flat buffer would keep its dtype when module.double() replaces its data
             scaled = gradient.detach() if exactly_one else gradient * incoming.to(gradient.dtype)
             parameter.grad = scaled if parameter.grad is None else parameter.grad + scaled
         return None, None, None
+
+
+def _own(gradient: torch.Tensor, seen: set[int]) -> torch.Tensor:
+    """The gradient as a tensor that may be changed in place: two parameters may have been given one and the same."""
+    shared = gradient.data_ptr() in seen and gradient.numel() > 0
+    seen.add(gradient.data_ptr())
+    return gradient.clone() if shared or not _dense(gradient) else gradient
+
+
+def _dense(tensor: torch.Tensor) -> bool:
+    """Whether no two elements share memory (an expanded tensor's do)."""
+    return all(stride or size < 2 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def delivering(loss: torch.Tensor, pairs: Pairs) -> torch.Tensor:

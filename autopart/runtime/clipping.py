@@ -63,22 +63,44 @@ def clip(holder: Holder, parameters: Iterable[torch.Tensor], max_norm: float, no
 
 def _clip(original: Any, parameters: Any, max_norm: float, norm_type: float = 2.0, *rest: Any, **more: Any) -> Any:
     parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    holder = _find(parameters)
-    if holder is None:
+    if all(_holder(parameter) is None for parameter in parameters):
         return original(parameters, max_norm, norm_type, *rest, **more)
-    norm = clip(holder, parameters, max_norm, norm_type)
+    norm = _over_all(parameters, norm_type)
     _raise_nonfinite(norm, norm_type, rest[0] if rest else more.get("error_if_nonfinite", False))
+    torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
     return norm
 
 
 def _norm(original: Any, tensors: Any, norm_type: float = 2.0, *rest: Any, **more: Any) -> Any:
     tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-    holder = _find(tensors)
-    if holder is None:
+    holders = {id(tensor): _holder(tensor) for tensor in tensors}
+    if all(holder is None for holder in holders.values()):
         return original(tensors, norm_type, *rest, **more)
-    norm = total_norm(holder, [holder.parameter_of(tensor) for tensor in tensors], norm_type)
+    plain = [tensor for tensor in tensors if holders[id(tensor)] is None]
+    held = [holder.parameter_of(t) for t in tensors if (holder := holders[id(t)]) is not None]
+    norms = [_over_all(held, norm_type), *(torch.linalg.vector_norm(tensor, float(norm_type)) for tensor in plain)]
+    norm = norms[0] if not plain else torch.linalg.vector_norm(torch.stack(norms), float(norm_type))
     _raise_nonfinite(norm, norm_type, rest[0] if rest else more.get("error_if_nonfinite", False))
     return norm
+
+
+def _over_all(parameters: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
+    """The norm over the parameters of several parallelised modules, and of plain ones, which every rank has whole."""
+    norms = []
+    waiting = list(parameters)
+    while waiting:  # in the order of the parameters, which is the same on every rank
+        holder = _holder(waiting[0])
+        mine = [p for p in waiting if _holder(p) is holder]
+        waiting = [p for p in waiting if _holder(p) is not holder]
+        if holder is not None:
+            norms.append(total_norm(holder, mine, norm_type))
+        else:
+            norms += [torch.linalg.vector_norm(p.grad, float(norm_type)) for p in mine if p.grad is not None]
+    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), float(norm_type))
+
+
+def _holder(tensor: torch.Tensor) -> Holder | None:
+    return next((holder for holder in list(_HOLDERS) if holder.holds(tensor)), None)
 
 
 def _raise_nonfinite(norm: torch.Tensor, norm_type: float, wanted: bool) -> None:
@@ -86,10 +108,3 @@ def _raise_nonfinite(norm: torch.Tensor, norm_type: float, wanted: bool) -> None
         raise RuntimeError(
             f"the total norm of order {norm_type} of the gradients is not finite, so it cannot be clipped"
         )
-
-
-def _find(tensors: Sequence[torch.Tensor]) -> Holder | None:
-    for holder in list(_HOLDERS):
-        if any(holder.holds(tensor) for tensor in tensors):
-            return holder  # type: ignore[no-any-return]
-    return None

@@ -83,7 +83,7 @@ class Residence:
         """Raise ValueError where the module's parameters are no longer those that were cut."""
         parameters = dict(model.named_parameters(remove_duplicate=False))
         dtypes = {p.target: p.dtype for unit in self.state.units for p in unit.parameters}
-        for name in parameters.keys() | self.parameters.keys():
+        for name in dict.fromkeys([*parameters, *self.parameters]):
             mine = parameters.get(name)
             if mine is None or mine is not self.parameters.get(name):
                 what = "is another tensor than"
@@ -102,6 +102,14 @@ class Residence:
         """The state for one step."""
         parts = {name: parameter.data for name, parameter in self.parameters.items()}
         return States(self.state, self.mesh, self.transport.rank, parts, self.whole)
+
+    def not_whole(self) -> dict[int, tuple[str, bool]]:
+        """(name, whether a part is here) of every parameter that this rank does not hold whole, by identity."""
+        return {
+            id(self.parameters[target]): (target, self.column in unit.stages)
+            for target, (unit, _) in self.homes().items()
+            if self.column not in unit.stages or unit.held_in_parts(self.degree)
+        }
 
     def homes(self) -> dict[str, tuple[Unit, Parameter]]:
         """The unit of every parameter that is in one."""

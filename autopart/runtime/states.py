@@ -26,6 +26,7 @@ class States:
         self.part = mesh.coordinate(rank).get("dp", 0)
         self.units = {unit.name: unit for unit in held(state, mesh, rank)}
         self.gradients: dict[str, list[torch.Tensor | None]] = {}
+        self._sums: dict[str, set[int]] = {}
         self.parts = {p.target: parts[p.target] for unit in self.units.values() for p in unit.parameters}
         self.whole = {
             unit.name: [whole[p.target] for p in unit.parameters]
@@ -92,15 +93,26 @@ class States:
         return [piece.view(shape) for piece, shape in zip(torch.split(flat[: sum(sizes)], sizes), shapes, strict=True)]
 
     def add(self, unit: str, grads: Sequence[torch.Tensor | None]) -> None:
-        """Add to the step's gradients of a unit."""
-        kept = self.gradients.get(unit)
-        if kept is None:
-            self.gradients[unit] = list(grads)
-            return
+        """Add to the step's gradients of a unit.
+
+        A gradient as the program made it may be another parameter's too, or still be on its way to another rank, so the
+        first sum is a new tensor; later ones are in place.
+        """
+        kept, fresh = self.gradients.setdefault(unit, [None] * len(grads)), self._sums.setdefault(unit, set())
         for position, grad in enumerate(grads):
             mine = kept[position]
-            if grad is not None:
-                kept[position] = grad if mine is None else mine.add_(grad)
+            if grad is None or mine is None:
+                kept[position] = mine if grad is None else grad
+            elif position in fresh:
+                mine.add_(grad)
+            else:
+                kept[position] = mine + grad
+                fresh.add(position)
+
+    def take(self, unit: Unit) -> list[torch.Tensor | None]:
+        """The gradients accumulated for a unit, which are forgotten here."""
+        self._sums.pop(unit.name, None)
+        return self.gradients.pop(unit.name, [None] * len(unit.parameters))
 
     def _device(self, unit: Unit) -> torch.device:
         return self.parts[unit.parameters[0].target].device

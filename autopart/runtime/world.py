@@ -81,7 +81,7 @@ class World:
     def reduce_scatter(self, unit: str, grads: Sequence[torch.Tensor | None] | None = None, *, axis: str) -> None:
         """Sum gradients over an axis, each rank keeping its part: `grads` if given, else those accumulated."""
         found = self.states.units[unit]
-        local = self.states.gradients.pop(unit) if grads is None else grads
+        local = self.states.take(found) if grads is None else grads
         whole = self.states.scattered(found, local)
         self.memory.transient(whole.nbytes)
         flat = self.transport.reduce_scatter(whole, self._group(axis))
