@@ -78,7 +78,7 @@ def _changed(
         for name, old in saved.items():
             new = part.__dict__.get(name)
             plain = isinstance(old, PLAIN) and isinstance(new, PLAIN)
-            registry = name in (*HOOKS, "_parameters", "_modules", "_buffers")
+            registry = name in (*HOOKS, "_parameters", "_modules", "_buffers", "training")
             if not registry and ((plain and old != new) or id(old) in altered):
                 return f"{names.get(id(part), '')}.{name}".lstrip(".")
     return ""

@@ -59,7 +59,8 @@ def forward(
     edges_in, edges_out = staged.into(stage, forward=True), staged.out_of(stage, forward=True)
     outputs = stage_outputs(staged, stage)
     writer = _Writer({}, frozenset([*(v.name for e in edges_out for v in e.values), *outputs]))
-    lines = _head(staged, f"stage{stage}_forward", edges_in, (), stage_prologue(staged, stage, backward=False), writer)
+    prologue = stage_prologue(staged, stage, backward=False)
+    lines = _head(staged, f"stage{stage}_forward", edges_in, (), prologue, writer, degree)
     lines += _inputs(staged, uses, writer)
     saves = any(item.body.backward is not None for item in layouts)
     lines += ["    saved = []"] if saves else []
@@ -77,7 +78,7 @@ def backward(
     edges_in, edges_out = staged.into(stage, forward=False), staged.out_of(stage, forward=False)
     writer = _Writer({}, frozenset(v.name for e in edges_out for v in e.values))
     prologue = stage_prologue(staged, stage, backward=True)
-    lines = _head(staged, f"stage{stage}_backward", edges_in, ("saved",), prologue, writer)
+    lines = _head(staged, f"stage{stage}_backward", edges_in, ("saved",), prologue, writer, degree)
     for item in staged.segmented.captured.of_kind("tangent"):
         if any(item.value.name in use.takes for use in uses):
             writer.env[item.value.name] = "one"
@@ -107,7 +108,13 @@ def stage_prologue(staged: Staged, stage: int, *, backward: bool) -> tuple[str, 
 
 
 def _head(
-    staged: Staged, name: str, edges: Sequence[Edge], more: Sequence[str], prologue: Sequence[str], writer: _Writer
+    staged: Staged,
+    name: str,
+    edges: Sequence[Edge],
+    more: Sequence[str],
+    prologue: Sequence[str],
+    writer: _Writer,
+    degree: int,
 ) -> list[str]:
     formals = ["world", "batch", "k", *more, *(f"from_{edge.source}" for edge in edges), *prologue]
     lines = ["", "", *call(f"def {name}", formals, ":"), "    b, B = batch.sizes[k], batch.size"]
@@ -116,14 +123,15 @@ def _head(
     for edge in edges:
         variables = [writer.fresh(_variable(staged, value.name)) for value in edge.values]
         writer.env.update(zip((value.name for value in edge.values), variables, strict=True))
-        lines += [f"    # {name}: {_placed(staged, v)}" for name, v in zip(variables, edge.values, strict=True)]
+        lines += [f"    # {name}: {_placed(staged, v, degree)}" for name, v in zip(variables, edge.values, strict=True)]
         lines.append(f"    {_tuple(variables)} = from_{edge.source}")
     return lines
 
 
-def _placed(staged: Staged, value: Value) -> str:
-    """The shape and placement of a value that crosses devices."""
-    return f"{describe(value).partition(': ')[2]}, {staged.sharded.between[value.name]} on {staged.sharded.axis}"
+def _placed(staged: Staged, value: Value, degree: int) -> str:
+    """The shape of a value that crosses devices, and its placement where there are several data ranks."""
+    placed = f", {staged.sharded.between[value.name]} on {staged.sharded.axis}" if degree > 1 else ""
+    return describe(value).partition(": ")[2] + placed
 
 
 def _variable(staged: Staged, name: str) -> str:

@@ -380,10 +380,10 @@ def stage0_forward(world, batch, k):
 
 def stage0_backward(world, batch, k, saved, from_1):
     b, B = batch.sizes[k], batch.size
-    # d_blocks_6: float64[b, 8, 16], Shard(0) on dp
-    # d_blocks_5: float64[b, 8, 16], Shard(0) on dp
-    # d_blocks_4: float64[b, 8, 16], Shard(0) on dp
-    # d_blocks_3: float64[b, 8, 16], Shard(0) on dp
+    # d_blocks_6: float64[b, 8, 16]
+    # d_blocks_5: float64[b, 8, 16]
+    # d_blocks_4: float64[b, 8, 16]
+    # d_blocks_3: float64[b, 8, 16]
     (d_blocks_6, d_blocks_5, d_blocks_4, d_blocks_3) = from_1
     d_blocks_3_v2, grads = blocks_3_backward(b, B, d_blocks_3, *saved.pop(), *world.parameters("blocks.3"))
     world.accumulate("blocks.3", grads)

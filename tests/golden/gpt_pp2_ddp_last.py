@@ -391,10 +391,10 @@ def edge_0_1(b):
 
 def stage1_forward(world, batch, k, from_0, _to_copy):
     b, B = batch.sizes[k], batch.size
-    # blocks_3: float64[b, 8, 16], Shard(0) on dp
-    # blocks_2: float64[b, 8, 16], Shard(0) on dp
-    # blocks_1: float64[b, 8, 16], Shard(0) on dp
-    # blocks_0: float64[b, 8, 16], Shard(0) on dp
+    # blocks_3: float64[b, 8, 16]
+    # blocks_2: float64[b, 8, 16]
+    # blocks_1: float64[b, 8, 16]
+    # blocks_0: float64[b, 8, 16]
     (blocks_3, blocks_2, blocks_1, blocks_0) = from_0
     labels = batch.input("args[1]", k)
     saved = []
