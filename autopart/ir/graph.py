@@ -104,11 +104,13 @@ class Node:
     module: str  # dotted path of the user's module whose call made this node, "" at the root
     source: str  # 'file.py:12  code', or "" when unknown
     sequence: int = -1  # autograd's sequence number: a backward node carries that of its forward node
+    opname: str = field(init=False, repr=False, compare=False)  # the operator as ``aten.mm.default``
     form: Arg = field(init=False, repr=False, compare=False)  # the arguments without the names of what they refer to
     _reads: tuple[str, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         reads: list[str] = []
+        object.__setattr__(self, "opname", str(self.op))
         object.__setattr__(self, "form", (self.op, _form(self.args, reads), _form(self.kwargs, reads)))
         object.__setattr__(self, "_reads", tuple(reads))
 
@@ -130,11 +132,6 @@ class Node:
     def names(self) -> Iterator[str]:
         """The names of the values that this node defines."""
         return (out.name for out in self.outs if out is not None)
-
-    @property
-    def opname(self) -> str:
-        """The operator as ``aten.mm.default``."""
-        return str(self.op)
 
 
 @dataclass(frozen=True, slots=True)

@@ -123,7 +123,8 @@ def _check_stores(text: Text) -> int:
 def _check_outputs(text: Text, staged: Staged, plan: Plan, batch: int) -> int:
     """The step returns what it must, each whole; the number of outputs."""
     captured = staged.segmented.captured
-    values = {value.name: value for value in captured.values()}
+    made = {out.name for out in captured.outputs}
+    values = {value.name: value for value in captured.values() if value.name in made}
     makers = {name: stage for stage, row in enumerate(staged.stages) for item in row for name in item.outputs}
     wanted = {
         out.name: out

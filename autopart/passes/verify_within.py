@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -100,7 +100,12 @@ def gradients(text: Text, needed: Sequence[Needs], state: State) -> tuple[int, i
     """Check contributions, reductions and gathers of the step; the number of contributions and of reductions."""
     contributions = _check_contributions(text, needed, state)
     trained = {name for stage in needed for name in stage.contributions}
-    reductions = sum(_check_reduced(text, unit, unit.name in trained) for unit in _held(text, state))
+    of_unit: dict[str, list[int]] = defaultdict(list)
+    for i, event in enumerate(text.events):
+        of_unit[event.unit].append(i)
+    reductions = sum(
+        _check_reduced(text, unit, of_unit[unit.name], unit.name in trained) for unit in _held(text, state)
+    )
     _check_foreign(text, state)
     for unit in _held(text, state):
         _check_regathered(text, unit)
@@ -169,11 +174,14 @@ def _check_backward(
             raise fault("gradients", text.during(action), problem, remedy)
 
 
-def _check_reduced(text: Text, unit: Unit, trained: bool) -> int:
-    """Each reduction of a unit that the plan needs is there once, after the last contribution; their number."""
+def _check_reduced(text: Text, unit: Unit, events: Sequence[int], trained: bool) -> int:
+    """Each reduction of a unit that the plan needs is there once, after the last contribution; their number.
+
+    `events` are the places of the unit's events in the text's.
+    """
     degree = text.mesh.degree("dp")
-    added = [i for i, event in enumerate(text.events) if contributes(event) and event.unit == unit.name]
-    calls = [(i, event) for i, event in enumerate(text.events) if reduces(event) and event.unit == unit.name]
+    added = [i for i in events if contributes(text.events[i])]
+    calls = [(i, text.events[i]) for i in events if reduces(text.events[i])]
     for i, event in calls:
         if not trained:
             raise fault("gradients", text.at(event), "it has no gradients", "do not reduce it")
