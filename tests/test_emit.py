@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch import nn
 
 from autopart.api.compiler import captured_step, lower, solve
 from autopart.capture import read
-from autopart.codegen.source import source
+from autopart.codegen.source import sources
 from autopart.errors import VerificationError
 from autopart.ir.action import Action, Kind
 from autopart.ir.mesh import Mesh
@@ -98,10 +99,10 @@ def test_text_that_does_something_else_than_planned_is_not_handed_out(monkeypatc
     staged = split(shard(segmented), plan)
     scheduled = schedule(staged, plan)
 
-    def wrong(*args: object) -> str:
-        return source(*args).replace('world.all_reduce("out", axis="dp")', "pass")  # type: ignore[arg-type]
+    def wrong(*args: Any) -> list[str]:
+        return [text.replace('world.all_reduce("out", axis="dp")', "pass") for text in sources(*args)]
 
-    monkeypatch.setattr(emitting, "source", wrong)
+    monkeypatch.setattr(emitting, "sources", wrong)
     with pytest.raises(VerificationError, match="planned"):
         emitting.emit(staged, scheduled, plan)
     row = replace(scheduled, table=((Action(Kind.F, 0, 0), *scheduled.table[0][1:]),))

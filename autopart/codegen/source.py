@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from autopart.codegen import stages as stage_text
 from autopart.codegen.bodies import bodies
@@ -14,23 +14,36 @@ from autopart.ir.plan import Plan
 from autopart.ir.staged import Staged
 
 
-def source(staged: Staged, scheduled: Scheduled, plan: Plan, rank: int) -> str:
-    """The Python source that one rank runs."""
-    place, degree = scheduled.schedule.place, plan.mesh.degree("dp")
-    column = plan.mesh.coordinate(rank).get("pp", 0)
-    held = [stage for stage, at in enumerate(place) if at == column]
-    lines = _header(staged, scheduled, plan, rank, held)
+def sources(staged: Staged, scheduled: Scheduled, plan: Plan) -> Iterator[str]:
+    """The source of every rank, in order; data ranks differ in their headers only."""
+    known: dict[tuple[int, ...], str] = {}
+    for rank in range(plan.mesh.size):
+        held = _held(scheduled, plan.mesh.coordinate(rank).get("pp", 0))
+        if held not in known:
+            known[held] = code(staged, scheduled, plan, held)
+        yield _joined(_header(staged, scheduled, plan, rank, held)) + known[held]
+
+
+def code(staged: Staged, scheduled: Scheduled, plan: Plan, held: Sequence[int]) -> str:
+    """What follows the header in the source of the ranks that hold some stages."""
+    degree = plan.mesh.degree("dp")
     homes = staged.state.homes()
     layouts = {s: [layout(x, staged.segmented, homes) for x in staged.stages[s]] for s in held}
     text = bodies(item for s in held for item in layouts[s])
-    lines += _prologue(staged, held)
-    lines += text.lines
-    lines += edges(staged, held)
+    lines = [*_prologue(staged, held), *text.lines, *edges(staged, held)]
     for s in held:
         lines += stage_text.forward(staged, s, layouts[s], text.names, degree)
         if any(item.body.backward is not None for item in layouts[s]):
             lines += stage_text.backward(staged, s, layouts[s], text.names, degree)
-    lines += step(staged, held, scheduled.table[column], degree)
+    lines += step(staged, held, scheduled.table[scheduled.schedule.place[held[0]]], degree)
+    return _joined(lines)
+
+
+def _held(scheduled: Scheduled, column: int) -> tuple[int, ...]:
+    return tuple(stage for stage, at in enumerate(scheduled.schedule.place) if at == column)
+
+
+def _joined(lines: Sequence[str]) -> str:
     return "\n".join(line.rstrip() for line in lines) + "\n"
 
 

@@ -91,6 +91,21 @@ class Value:
         return count * self.dtype.itemsize
 
 
+class Form:
+    """A call without the names of what it refers to: equal for equal calls; it remembers its hash."""
+
+    __slots__ = ("_hash", "_key")
+
+    def __init__(self, key: Arg) -> None:
+        self._key, self._hash = key, hash(key)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, Form) and self._hash == other._hash and self._key == other._key)
+
+
 @dataclass(frozen=True, slots=True)
 class Node:
     """One aten operator call. `outs` has an entry a result, None if unused; `single`: the op returns one tensor."""
@@ -105,13 +120,13 @@ class Node:
     source: str  # 'file.py:12  code', or "" when unknown
     sequence: int = -1  # autograd's sequence number: a backward node carries that of its forward node
     opname: str = field(init=False, repr=False, compare=False)  # the operator as ``aten.mm.default``
-    form: Arg = field(init=False, repr=False, compare=False)  # the arguments without the names of what they refer to
+    form: Form = field(init=False, repr=False, compare=False)
     _reads: tuple[str, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         reads: list[str] = []
         object.__setattr__(self, "opname", str(self.op))
-        object.__setattr__(self, "form", (self.op, _form(self.args, reads), _form(self.kwargs, reads)))
+        object.__setattr__(self, "form", Form((self.op, _form(self.args, reads), _form(self.kwargs, reads))))
         object.__setattr__(self, "_reads", tuple(reads))
 
     def refs(self) -> tuple[str, ...]:

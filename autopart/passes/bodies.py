@@ -129,7 +129,11 @@ def _structure(
     paths = tuple(wishes[name].removeprefix(prefix) for name in (*parameters, *fixed))
     nodes = tuple(
         [
-            (n.form, tuple([numbers[r] for r in n.refs()]), numbers.typed(n.outs))
+            (
+                n.form,
+                tuple([numbers[r] for r in n.refs()]),
+                tuple([None if o is None else numbers[o.name] for o in n.outs]),
+            )
             for n in (*flow.forward, *flow.backward)
         ]
     )

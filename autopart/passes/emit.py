@@ -8,7 +8,7 @@ from dataclasses import replace
 from autopart.codegen.graphs import stage_graphs
 from autopart.codegen.recording import Recording, RecordingBatch, RecordingWorld, record
 from autopart.codegen.shapes import Bodies, Spec
-from autopart.codegen.source import source
+from autopart.codegen.source import sources
 from autopart.errors import VerificationError
 from autopart.ir.action import Scheduled
 from autopart.ir.captured import Captured
@@ -29,8 +29,7 @@ def emit(staged: Staged, scheduled: Scheduled, plan: Plan) -> Program:
     planned = with_collectives(staged, scheduled, mesh.degree("dp"))
     shared = Bodies()
     ranks = []
-    for rank in range(mesh.size):
-        text = source(staged, scheduled, plan, rank)
+    for rank, text in enumerate(sources(staged, scheduled, plan)):
         actions = observe(text, rank, captured, staged.state, mesh, plan.microbatches, plan.batch, shared).actions
         expected = planned[mesh.coordinate(rank).get("pp", 0)]
         if actions != expected:

@@ -15,7 +15,6 @@ from autopart.ir.graph import Arg, Input, Node, Output, Size
 from autopart.ir.placement import Partial, Replicate, Shard, TensorPlacement
 from autopart.passes.dependence import (
     ADVICE,
-    Dependence,
     Fact,
     NeededWhole,
     batch_dims,
@@ -107,32 +106,35 @@ class _Scan:
         self.samples = {entry.target: entry.value.name for entry in inputs if entry.kind == "input"}
         self.shares: list[Site] = []
         self._known: dict[object, tuple[tuple[Fact, ...], tuple[ArgPath, ...]]] = {}
+        self._kinds: dict[str, int] = {}
+        self._numbers: dict[object, int] = {}
 
     def node(self, index: int, node: Node) -> None:
-        """Place the results of one node."""
+        """Place the results of one node. Equal calls on alike values are judged once: layers repeat."""
         for name in node.refs():
             if name not in self.facts:
                 self.facts[name] = self._tangent(self.tangents[name])
-        self.values |= {out.name: out for out in node.outs if out is not None}
-        if all(name in self.lifted for name in node.names()):
-            self.facts |= {name: Fact(Replicate(), free=True) for name in node.names()}
-            return
-        found = self._depend(node)
-        self.facts |= found.facts
-        self.facts |= {name: Fact(Replicate(), free=True) for name in node.names() if name in self.lifted}
-        self.shares += [Site(index, path) for path in found.shares]
-
-    def _depend(self, node: Node) -> Dependence:
-        """The dependence of a node's results, judged once for equal calls: layers repeat."""
-        facts, values = self.facts, self.values
-        outs = tuple([out if out is None else (out.shape, out.dtype) for out in node.outs])
-        key = (node.form, outs, tuple([(values[n].shape, values[n].dtype, facts[n]) for n in node.refs()]))
+        self.values.update({out.name: out for out in node.outs if out is not None})
         names = tuple(node.names())
+        if self.lifted and all(name in self.lifted for name in names):
+            self.facts.update({name: Fact(Replicate(), free=True) for name in names})
+            return
+        key = (node.form, tuple([out is None for out in node.outs]), tuple([self._kind(name) for name in node.refs()]))
         if key not in self._known:
             found = depend(node, self.values, self.facts)
             self._known[key] = tuple(found.facts[name] for name in names), found.shares
-        known, shares = self._known[key]
-        return Dependence(dict(zip(names, known, strict=True)), shares)
+        facts, shares = self._known[key]
+        self.facts.update(zip(names, facts, strict=True))
+        self.facts.update({name: Fact(Replicate(), free=True) for name in names if name in self.lifted})
+        self.shares += [Site(index, path) for path in shares]
+
+    def _kind(self, name: str) -> int:
+        """A number for what is known of a value; alike values have the same."""
+        if name not in self._kinds:
+            value = self.values[name]
+            known = (value.shape, value.dtype, self.facts[name])
+            self._kinds[name] = self._numbers.setdefault(known, len(self._numbers))
+        return self._kinds[name]
 
     def _tangent(self, entry: Input) -> Fact:
         dims, of = batch_dims(entry.value), self.outputs.get(entry.target)
