@@ -182,7 +182,7 @@ def step_of(
 def place(step: Captured, judgement: Judgement, op: Any) -> Any:
     """The placement of the first result of the first node of an operator."""
     node = next(node for node in step.nodes if node.op.overloadpacket is op)
-    return judgement.placements[next(node.names())]
+    return judgement.placements[node.names()[0]]
 
 
 # ---- what is accepted, and adds up -----------------------------------------------------------------------------------

@@ -87,7 +87,7 @@ def test_a_share_left_out_is_refused() -> None:
     number = next(i for i, b in enumerate(found.bodies) if any("Share" in repr(n.args) for n in b.forward.nodes))
     body = found.bodies[number]
     scaled = next(n for n in body.forward.nodes if "Share" in repr(n.args))
-    whole = {next(scaled.names()): scaled.args[0].name}
+    whole = {scaled.names()[0]: scaled.args[0].name}
     nodes = tuple(
         replace(n, args=tuple(Ref(whole.get(a.name, a.name)) if isinstance(a, Ref) else a for a in n.args))
         for n in body.forward.nodes

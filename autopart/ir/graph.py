@@ -122,12 +122,14 @@ class Node:
     opname: str = field(init=False, repr=False, compare=False)  # the operator as ``aten.mm.default``
     form: Form = field(init=False, repr=False, compare=False)
     _reads: tuple[str, ...] = field(init=False, repr=False, compare=False)
+    _makes: tuple[str, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         reads: list[str] = []
         object.__setattr__(self, "opname", str(self.op))
         object.__setattr__(self, "form", Form((self.op, _form(self.args, reads), _form(self.kwargs, reads))))
         object.__setattr__(self, "_reads", tuple(reads))
+        object.__setattr__(self, "_makes", tuple([out.name for out in self.outs if out is not None]))
 
     def refs(self) -> tuple[str, ...]:
         """The names of the values that this node reads, in order, with repetitions."""
@@ -144,9 +146,9 @@ class Node:
             outs=tuple(o if o is None or o.name not in names else replace(o, name=names[o.name]) for o in self.outs),
         )
 
-    def names(self) -> Iterator[str]:
+    def names(self) -> tuple[str, ...]:
         """The names of the values that this node defines."""
-        return (out.name for out in self.outs if out is not None)
+        return self._makes
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,7 +35,7 @@ def trees(nodes: Iterable[Node], outputs: Iterable[str]) -> tuple[Tree, ...]:
     """The maximal trees of gradient additions. A sum that is used more than once, or is an output, is a root."""
     nodes = tuple(nodes)
     made = {name for node in nodes if node.backward for name in node.names()}
-    sums = {next(node.names()): node for node in nodes if is_sum(node, made)}
+    sums = {node.names()[0]: node for node in nodes if is_sum(node, made)}
     uses = Counter(name for node in nodes for name in node.refs())
     uses.update(outputs)
     outputs = set(outputs)
@@ -106,5 +106,5 @@ def _chain(members: list[str], spare: list[Node]) -> tuple[list[Node], str]:
         node = spare.pop(0)
         node = replace(node, args=(Ref(total), Ref(member)))
         made.append(node)
-        total = next(node.names())
+        total = node.names()[0]
     return made, total

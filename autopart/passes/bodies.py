@@ -51,7 +51,7 @@ def _flows(captured: Captured, names: list[str], home: Mapping[str, int]) -> lis
     kinds = {item.value.name: item for item in captured.inputs}
     nodes: list[list[Node]] = [[] for _ in names]
     for node in captured.nodes:
-        nodes[home[next(node.names())]].append(node)
+        nodes[home[node.names()[0]]].append(node)
     backward_made = {name for node in captured.nodes if node.backward for name in node.names()}
     grads: dict[int, list[tuple[str, str]]] = {}
     for out in captured.outputs:
@@ -95,7 +95,7 @@ def _readers(captured: Captured, home: Mapping[str, int]) -> dict[tuple[str, boo
     made_backward = {name for node in captured.nodes if node.backward for name in node.names()}
     far: dict[tuple[str, bool], int] = {}
     for node in captured.nodes:
-        here = home[next(node.names())]
+        here = home[node.names()[0]]
         for name in node.refs():
             key = (name, name in made_backward)
             far[key] = min(far.get(key, here), here) if key[1] else max(far.get(key, here), here)

@@ -65,8 +65,9 @@ def _refuse(captured: Captured) -> None:
                 f"{_place(made.get(out.name))}the {kind} {out.target} is changed in place during the forward, which "
                 f"is not supported yet; {advice}"
             )
+    drawing = {op for op in {node.op for node in captured.nodes} if torch.Tag.nondeterministic_seeded in op.tags}
     for node in captured.nodes:
-        if torch.Tag.nondeterministic_seeded in node.op.tags and not _without_dropout(node):
+        if node.op in drawing and not _without_dropout(node):
             raise CaptureError(
                 f"{_place(node)}{node.opname} draws random numbers, which is not supported yet; set a dropout's "
                 "probability to 0, draw other numbers outside and pass them in as an input"
@@ -137,7 +138,7 @@ def _with_whole_batch(captured: Captured, judgement: Judgement) -> Captured:
             elif isinstance(arg, Ref):
                 scaled = _scaled(values[arg.name], f"{arg.name}_share{len(nodes)}", node)
                 nodes.append(scaled)
-                node = _set(node, site.path, Ref(next(scaled.names())))
+                node = _set(node, site.path, Ref(scaled.names()[0]))
             else:
                 node = _set(node, site.path, Share(arg))
         nodes.append(node)
@@ -148,7 +149,7 @@ def _with_whole_batch(captured: Captured, judgement: Judgement) -> Captured:
         like = made[out.name] if out.name in made else nodes[-1]
         scaled = _scaled(values[out.name], f"{out.name}_share{len(nodes)}", like)
         nodes.append(scaled)
-        outputs[index] = replace(out, name=next(scaled.names()))
+        outputs[index] = replace(out, name=scaled.names()[0])
     renamed = {old.name: new.name for old, new in zip(captured.outputs, outputs, strict=True) if old.kind != "grad"}
     result = tuple(renamed.get(item, item) if isinstance(item, str) else item for item in captured.result)
     return replace(captured, nodes=tuple(nodes), outputs=tuple(outputs), result=result)
@@ -251,9 +252,9 @@ def _with_parameter_views(captured: Captured) -> Captured:
     parameters = {item.value.name for item in captured.of_kind("parameter")}
     views: dict[str, Node] = {}
     for node in captured.nodes:
-        sources = set(node.refs())
-        plain = node.opname.split(".")[1] in VIEWS and not _moves(node.args)
-        if not node.backward and plain and sources and all(s in parameters or s in views for s in sources):
+        sources = node.refs()
+        held = not node.backward and sources and all(s in parameters or s in views for s in sources)
+        if held and node.opname.split(".")[1] in VIEWS and not _moves(node.args):
             views.update(dict.fromkeys(node.names(), node))
     again: dict[str, str] = {}
     nodes: list[Node] = []

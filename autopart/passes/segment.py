@@ -58,10 +58,11 @@ def _check_cuts(cuts: Sequence[str], names: list[str]) -> None:
 def _labels(forward: list[Node], cuts: tuple[str, ...]) -> list[str | None]:
     """The segment label of each forward node: a module path, None for nodes of a module that is itself cut up."""
     weight: Counter[str] = Counter()
-    for node in forward:
-        weight.update(_around(node.module))
+    modules = Counter(node.module for node in forward)
+    for module, count in modules.items():
+        weight.update(dict.fromkeys(_around(module), count))
     total = max(weight[""], 1)
-    stacks = _stacks(weight, Counter(node.module for node in forward))
+    stacks = _stacks(weight, modules)
 
     def divided(path: str) -> bool:
         if path == "" or any(cut.startswith(path + ".") for cut in cuts):
@@ -186,6 +187,6 @@ def _backward_homes(captured: Captured, forward: list[Node], number: list[int]) 
             used_at[name] = max(used_at.get(name, home), home)
     for node in backward:  # gradients flow from later segments to earlier ones only
         latest = min((homes[name] for name in node.refs() if name in made), default=len(number))
-        home = min(homes[next(node.names())], latest)
+        home = min(homes[node.names()[0]], latest)
         homes.update(dict.fromkeys(node.names(), home))
     return homes

@@ -22,7 +22,7 @@ def simplify(nodes: Iterable[Node], inputs: Iterable[Value]) -> tuple[tuple[Node
         node = node.renamed(alias)
         same = _same(node, made, known)
         if same is not None:
-            alias[next(node.names())] = same
+            alias[node.names()[0]] = same
             continue
         kept.append(node)
         known.update({out.name: out for out in node.outs if out is not None})
