@@ -98,7 +98,6 @@ def test_a_rank_that_is_killed(culprit: int) -> None:
 def test_a_rank_that_is_done_early_harms_nobody() -> None:
     result = launch(body, 3, ["early"], timeout=40)
     assert result.values == ("left", "sent", "got 3")
-    assert result.ended[0] < min(result.ended[1:]) - 0.5
     assert not any(result.outputs), result
 
 
