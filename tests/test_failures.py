@@ -40,8 +40,8 @@ def body(case: str) -> str:
         if case == "rank 1":
             transport.fail(ValueError("the planted fault"))
         raise ValueError("the planted fault")
-    if case == "early":
-        return leave_early(transport.rank)
+    if case.startswith("early "):
+        return leave_early(transport.rank, Path(case.removeprefix("early ")))
     if transport.rank == (culprit + 1) % 3:
         transport.recv((4,), torch.float32, culprit)
     elif case == "rank 1":
@@ -51,11 +51,17 @@ def body(case: str) -> str:
     return "not reached"
 
 
-def leave_early(rank: int) -> str:
-    """Rank 0, which hosts the store, is done at once; the others go on and still talk."""
+def leave_early(rank: int, note: Path) -> str:
+    """Rank 0, which hosts the store, is done at once; the others go on, and still talk when its process is gone."""
     if rank == 0:
+        note.with_suffix(".new").write_text(str(os.getpid()))
+        note.with_suffix(".new").rename(note)
         return "left"
-    time.sleep(2.5)
+    until = time.monotonic() + BUSY / 2
+    while not (note.exists() and not Path(f"/proc/{note.read_text()}").exists()):
+        if time.monotonic() > until:
+            return "rank 0 waits for the others"
+        time.sleep(0.05)
     transport = join()
     if rank == 1:
         transport.send(torch.ones(3), 2)
@@ -95,8 +101,8 @@ def test_a_rank_that_is_killed(culprit: int) -> None:
             assert "Traceback" not in output, result
 
 
-def test_a_rank_that_is_done_early_harms_nobody() -> None:
-    result = launch(body, 3, ["early"], timeout=40)
+def test_a_rank_that_is_done_early_harms_nobody(tmp_path: Path) -> None:
+    result = launch(body, 3, [f"early {tmp_path / 'process'}"], timeout=40)
     assert result.values == ("left", "sent", "got 3")
     assert not any(result.outputs), result
 

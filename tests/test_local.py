@@ -185,7 +185,7 @@ def test_a_deadlock_says_what_each_rank_waits_for() -> None:
     start = time.monotonic()
     with pytest.raises(RankFailure) as caught:
         run_ranks(3, body)
-    assert time.monotonic() - start < 60, "a deadlock is found, not waited for"
+    assert time.monotonic() - start < 2
     assert str(caught.value) == (
         "deadlock: rank 0 waits for float32[2, 3] from rank 1; "
         "rank 1 waits for all_reduce of float32[4] over group (0, 1); rank 2 has finished"

@@ -214,7 +214,7 @@ def _norm_statistics(self: Any, x: torch.Tensor) -> torch.Tensor:
         (_dropout, "'noise'.*draws random numbers"),
         (_draw, "draws random numbers"),
         (_attention, "draws random numbers"),
-        (_counter, "buffer count"),
+        (_counter, "the buffer count is changed in place"),
         (_overwrites_input, r"the input args\[0\] is changed in place"),
         (_clamps, "the parameter lin.weight is changed in place"),
         (_contrastive, "couples the samples of a batch"),
