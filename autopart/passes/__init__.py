@@ -1,1 +1,1 @@
-"""The passes, in the order of processing: normalise, segment, split, schedule, emit, verify. One file a pass."""
+"""The passes, in the order of processing: normalise, segment, shard, split, schedule, emit, verify. One file a pass."""
