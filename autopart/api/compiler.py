@@ -11,6 +11,7 @@ import torch
 from autopart import capture as capturing
 from autopart.api.plain import check_hooks
 from autopart.capture.call import Call
+from autopart.codegen.shapes import Bodies
 from autopart.ir.captured import Captured
 from autopart.ir.plan import Plan
 from autopart.ir.program import Program
@@ -51,9 +52,10 @@ def solve(segmented: Segmented, **pins: Unpack[Pins]) -> Plan:
 def lower(segmented: Segmented, plan: Plan, *, state: State | None = None, check: bool = True) -> Program:
     """shard, split, schedule, emit and verify."""
     staged = split(shard(segmented), plan, state=state)
-    program = emit(staged, scheduled(staged, plan), plan)
+    bodies = Bodies()
+    program = emit(staged, scheduled(staged, plan), plan, bodies=bodies)
     if check:
-        verify(program)
+        verify(program, bodies=bodies)
     return program
 
 

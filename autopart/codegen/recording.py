@@ -119,6 +119,7 @@ class RecordingWorld:
     calls: list[frozenset[str]] = field(default_factory=list)
     stores: list[RecordingStore] = field(default_factory=list)
     lists: list[tuple[int, list[Any]]] = field(default_factory=list)  # taken out of stores
+    wholes: dict[str, tuple[Spec, ...]] = field(default_factory=dict)  # of units, as far as they were asked for
     here: Action | None = None
     file: str = ""
     batch: RecordingBatch = field(default_factory=lambda: RecordingBatch({}, (), 0))
@@ -264,7 +265,9 @@ class RecordingWorld:
         raise TypeError(f"no unit is called {name!r}")
 
     def _whole(self, unit: str) -> tuple[Spec, ...]:
-        return tuple(Spec(p.shape, p.dtype, unit=unit) for p in self._unit(unit).parameters)
+        if unit not in self.wholes:
+            self.wholes[unit] = tuple(Spec(p.shape, p.dtype, unit=unit) for p in self._unit(unit).parameters)
+        return self.wholes[unit]
 
     def _check(self, unit: str, grads: Sequence[Spec | None]) -> None:
         whole = self._whole(unit)

@@ -103,10 +103,13 @@ def dead_code_eliminated(captured: Captured) -> Captured:
     needed = {out.name for out in captured.outputs} | {name for node in captured.prologue for name in node.refs()}
     kept: list[Node] = []
     for node in reversed(captured.nodes):
-        if any(name in needed for name in node.names()):
+        if needed.isdisjoint(node.names()):
+            continue
+        if not needed.issuperset(node.names()):
             outs = tuple(out if out is not None and out.name in needed else None for out in node.outs)
-            kept.append(node if outs == node.outs else replace(node, outs=outs))
-            needed.update(node.refs())
+            node = replace(node, outs=outs)
+        kept.append(node)
+        needed.update(node.refs())
     inputs = tuple(item for item in captured.inputs if item.value.name in needed or item.kind in ("parameter", "input"))
     return replace(captured, nodes=tuple(reversed(kept)), inputs=inputs)
 

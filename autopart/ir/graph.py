@@ -137,7 +137,7 @@ class Node:
 
     def renamed(self, names: Mapping[str, str]) -> Node:
         """The node with the values that it reads and makes renamed by `names` (those absent keep theirs)."""
-        if not any(name in names for name in (*self._reads, *self.names())):
+        if names.keys().isdisjoint(self._reads) and names.keys().isdisjoint(self._makes):
             return self
         return replace(
             self,

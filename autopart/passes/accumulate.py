@@ -27,8 +27,9 @@ class Tree:
 
 def is_sum(node: Node, made: Iterable[str]) -> bool:
     """Whether a backward node adds two gradients; `made` are the values that the backward makes."""
-    pair = [arg for arg in node.args if isinstance(arg, Ref) and arg.name in made]
-    return node.backward and node.opname == "aten.add.Tensor" and len(pair) == 2 and not node.kwargs
+    if not node.backward or node.opname != "aten.add.Tensor" or node.kwargs:
+        return False
+    return len([arg for arg in node.args if isinstance(arg, Ref) and arg.name in made]) == 2
 
 
 def trees(nodes: Iterable[Node], outputs: Iterable[str]) -> tuple[Tree, ...]:

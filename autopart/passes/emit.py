@@ -23,14 +23,17 @@ from autopart.passes.schedule import with_collectives
 _RANK = re.compile(r"^RANK, MESH = (\d+),", re.MULTILINE)
 
 
-def emit(staged: Staged, scheduled: Scheduled, plan: Plan) -> Program:
-    """The program. Raises VerificationError if a text does something else than was planned (a fault of autopart)."""
+def emit(staged: Staged, scheduled: Scheduled, plan: Plan, *, bodies: Bodies | None = None) -> Program:
+    """The program. Raises VerificationError if a text does something else than was planned (a fault of autopart).
+
+    What is found out about bodies on shapes is kept in `bodies`, which `verify` may be given too.
+    """
     captured, mesh = staged.segmented.captured, plan.mesh
     planned = with_collectives(staged, scheduled, mesh.degree("dp"))
-    shared = Bodies()
+    bodies = bodies or Bodies()
     ranks = []
     for rank, text in enumerate(sources(staged, scheduled, plan)):
-        actions = observe(text, rank, captured, staged.state, mesh, plan.microbatches, plan.batch, shared).actions
+        actions = observe(text, rank, captured, staged.state, mesh, plan.microbatches, plan.batch, bodies).actions
         expected = planned[mesh.coordinate(rank).get("pp", 0)]
         if actions != expected:
             at = next((i for i, (a, b) in enumerate(zip(actions, expected, strict=False)) if a != b), len(expected))

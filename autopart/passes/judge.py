@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from autopart.errors import CaptureError
-from autopart.ir.graph import Arg, Input, Node, Output, Size
+from autopart.ir.graph import Arg, Form, Input, Node, Output, Size
 from autopart.ir.placement import Partial, Replicate, Shard, TensorPlacement
 from autopart.passes.dependence import (
     ADVICE,
@@ -53,30 +53,26 @@ def judge(inputs: Sequence[Input], nodes: Sequence[Node], outputs: Sequence[Outp
     Raises `CaptureError`, naming the operator, its module and its source line, for what couples the samples of a batch,
     and for an operator without a rule that reads samples.
     """
-    lifted: frozenset[str] = frozenset()
-    while True:
-        scan = _Scan(inputs, outputs, lifted)
+    scan, start = _Scan(inputs, outputs), 0
+    while start < len(nodes):
         try:
-            for index, node in enumerate(nodes):
-                scan.node(index, node)
+            for index in range(start, len(nodes)):
+                scan.node(index, nodes[index])
+            break
         except NeededWhole as needed:
-            lifted |= needed.names
-            continue
-        return Judgement(
-            {name: fact.place for name, fact in scan.facts.items()},
-            tuple(scan.shares),
-            tuple(i for i, output in enumerate(outputs) if scan.needs_share(output)),
-            whole_sizes(nodes),
-            tuple(name for node in nodes for name in node.names() if name in lifted),
-        )
-
-
-def whole_sizes(nodes: Sequence[Node]) -> tuple[Site, ...]:
-    """The arguments that are a `Size` used as a number, not as the size or place of a dim."""
-    return tuple(Site(i, path) for i, node in enumerate(nodes) for path in _numbers(node))
+            start = next(i for i, node in enumerate(nodes) if needed.names.intersection(node.names()))
+            scan.lift(needed.names, nodes, start)
+    return Judgement(
+        {name: fact.place for name, fact in scan.facts.items()},
+        tuple(scan.shares),
+        tuple(i for i, output in enumerate(outputs) if scan.needs_share(output)),
+        tuple(scan.whole),
+        tuple(name for node in nodes for name in node.names() if name in scan.lifted),
+    )
 
 
 def _numbers(node: Node) -> Iterator[ArgPath]:
+    """The arguments that are a `Size` used as a number, not as the size or place of a dim."""
     if not _has_size((node.args, node.kwargs)):
         return
     found = [(slot, path) for slot, path, arg in slots(node) if isinstance(arg, Size) and not arg.whole]
@@ -94,10 +90,10 @@ _COUNTING = frozenset({"arange", "linspace"})
 
 
 class _Scan:
-    """One walk over the graph, with the values in `lifted` taken as known over the whole batch."""
+    """A walk over the graph, with the values in `lifted` taken as known over the whole batch."""
 
-    def __init__(self, inputs: Sequence[Input], outputs: Sequence[Output], lifted: frozenset[str]) -> None:
-        self.lifted = lifted
+    def __init__(self, inputs: Sequence[Input], outputs: Sequence[Output]) -> None:
+        self.lifted: frozenset[str] = frozenset()
         self.values = {entry.value.name: entry.value for entry in inputs}
         self.facts = {entry.value.name: _input_fact(entry) for entry in inputs if entry.kind != "tangent"}
         # a tangent is placed as its output is, which is known by the time that the backward reads it
@@ -105,28 +101,50 @@ class _Scan:
         self.outputs = {output.target: output.name for output in outputs if output.kind == "output"}
         self.samples = {entry.target: entry.value.name for entry in inputs if entry.kind == "input"}
         self.shares: list[Site] = []
-        self._known: dict[object, tuple[tuple[Fact, ...], tuple[ArgPath, ...]]] = {}
+        self.whole: list[Site] = []
+        self._known: dict[object, tuple[tuple[Fact, ...], tuple[int, ...], tuple[ArgPath, ...]]] = {}
+        self._forms: dict[Form, tuple[int, tuple[ArgPath, ...]]] = {}  # a number for each, and its whole sizes
         self._kinds: dict[str, int] = {}
         self._numbers: dict[object, int] = {}
 
     def node(self, index: int, node: Node) -> None:
         """Place the results of one node. Equal calls on alike values are judged once: layers repeat."""
+        names = node.names()
         for name in node.refs():
             if name not in self.facts:
                 self.facts[name] = self._tangent(self.tangents[name])
-        self.values.update({out.name: out for out in node.outs if out is not None})
-        names = tuple(node.names())
-        if self.lifted and all(name in self.lifted for name in names):
+        for out in node.outs:
+            if out is not None:
+                self.values[out.name] = out
+        if node.form not in self._forms:
+            self._forms[node.form] = len(self._forms), tuple(_numbers(node))
+        form, whole = self._forms[node.form]
+        self.whole += [Site(index, path) for path in whole]
+        if self.lifted and self.lifted.issuperset(names):
             self.facts.update({name: Fact(Replicate(), free=True) for name in names})
             return
-        key = (node.form, tuple([out is None for out in node.outs]), tuple([self._kind(name) for name in node.refs()]))
+        key = (form, tuple([out is None for out in node.outs]), tuple([self._kind(name) for name in node.refs()]))
         if key not in self._known:
             found = depend(node, self.values, self.facts)
-            self._known[key] = tuple(found.facts[name] for name in names), found.shares
-        facts, shares = self._known[key]
+            self.facts.update(found.facts)
+            kinds = tuple([self._kind(name) for name in names])
+            self._known[key] = tuple([found.facts[name] for name in names]), kinds, found.shares
+        facts, kinds, shares = self._known[key]
         self.facts.update(zip(names, facts, strict=True))
-        self.facts.update({name: Fact(Replicate(), free=True) for name in names if name in self.lifted})
+        self._kinds.update(zip(names, kinds, strict=True))
+        for name in self.lifted.intersection(names):
+            self.facts[name] = Fact(Replicate(), free=True)
+            del self._kinds[name]
         self.shares += [Site(index, path) for path in shares]
+
+    def lift(self, names: frozenset[str], nodes: Sequence[Node], start: int) -> None:
+        """Take `names` as known over the whole batch, and forget what the nodes from `start` on said."""
+        self.lifted |= names
+        for name in (*self.tangents, *(made for node in nodes[start:] for made in node.names())):
+            self.facts.pop(name, None)
+            self._kinds.pop(name, None)
+        self.shares = [site for site in self.shares if site.node < start]
+        self.whole = [site for site in self.whole if site.node < start]
 
     def _kind(self, name: str) -> int:
         """A number for what is known of a value; alike values have the same."""

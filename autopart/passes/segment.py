@@ -184,7 +184,8 @@ def _backward_homes(captured: Captured, forward: list[Node], number: list[int]) 
             raise CaptureError(f"{node.source or node.module}: cannot tell to which layer {node.opname} belongs")
         homes.update(dict.fromkeys(node.names(), home))
         for name in node.refs():
-            used_at[name] = max(used_at.get(name, home), home)
+            if used_at.get(name, -1) < home:
+                used_at[name] = home
     for node in backward:  # gradients flow from later segments to earlier ones only
         latest = min((homes[name] for name in node.refs() if name in made), default=len(number))
         home = min(homes[node.names()[0]], latest)

@@ -26,10 +26,12 @@ from autopart.ir.graph import Output, Value
 from autopart.ir.mesh import pieces
 from autopart.ir.plan import Plan
 from autopart.ir.program import Program
-from autopart.ir.staged import Staged
 from autopart.passes.verify_between import collectives, ends, transfers
 from autopart.passes.verify_texts import Text, fault, read
 from autopart.passes.verify_within import Needs, gradients, needs, work
+
+Made = tuple[Value, int]
+"""A value that leaves a segment, and the stage that makes it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +57,12 @@ class Report:
         return "\n".join([*lines, f"checked at batches of {' and '.join(map(str, self.batches))} samples"])
 
 
-def verify(program: Program) -> Report:
+def verify(program: Program, *, bodies: Bodies | None = None) -> Report:
     """Check a program's texts by every rule above.
 
     Raises VerificationError for the first that is broken, naming the rule, the rank, where it applies the stage, the
-    microbatch and the action, the line of the text, and what to do.
+    microbatch and the action, the line of the text, and what to do. `bodies` is what is known of bodies on shapes
+    already, from `emit`; a text is looked up there by all that it says.
     """
     plan = program.plan
     if [rank.rank for rank in program.ranks] != list(range(plan.mesh.size)):
@@ -68,9 +71,11 @@ def verify(program: Program) -> Report:
         raise fault("text", "program", problem, f"a mesh of {plan.mesh} has the ranks 0 to {plan.mesh.size - 1}")
     staged = program.staged
     needed = tuple(needs(staged, stage) for stage in range(len(staged.stages)))
-    bodies = Bodies()
+    makers = {name: stage for stage, row in enumerate(staged.stages) for item in row for name in item.outputs}
+    made = {value.name: (value, makers[value.name]) for value in program.captured.values() if value.name in makers}
+    bodies = bodies or Bodies()
     batches = _batches(plan)
-    checked = [_checked(program, staged, needed, batch, bodies) for batch in batches]
+    checked = [_checked(program, needed, made, batch, bodies) for batch in batches]
     return Report(checked[0], batches)
 
 
@@ -88,7 +93,7 @@ def _batches(plan: Plan) -> tuple[int, int]:
 
 
 def _checked(
-    program: Program, staged: Staged, needed: Sequence[Needs], batch: int, bodies: Bodies
+    program: Program, needed: Sequence[Needs], made: Mapping[str, Made], batch: int, bodies: Bodies
 ) -> tuple[Checked, ...]:
     training, state = program.captured.training, program.state
     texts = [read(program, rank, batch, bodies) for rank in range(len(program.ranks))]
@@ -99,7 +104,7 @@ def _checked(
     graded = [gradients(text, needed, state) for text in texts]
     shared = collectives(texts)
     meetings = ends(texts, [*sent, *shared])
-    outputs = sum(_check_outputs(text, staged, program.plan, batch) for text in texts)
+    outputs = sum(_check_outputs(text, program, made, batch) for text in texts)
     return (
         Checked("text", len(texts), "texts"),
         Checked("transfers", len(sent), "sends with their receives"),
@@ -120,29 +125,26 @@ def _check_stores(text: Text) -> int:
     return text.recording.stored
 
 
-def _check_outputs(text: Text, staged: Staged, plan: Plan, batch: int) -> int:
+def _check_outputs(text: Text, program: Program, made: Mapping[str, Made], batch: int) -> int:
     """The step returns what it must, each whole; the number of outputs."""
-    captured = staged.segmented.captured
-    made = {out.name for out in captured.outputs}
-    values = {value.name: value for value in captured.values() if value.name in made}
-    makers = {name: stage for stage, row in enumerate(staged.stages) for item in row for name in item.outputs}
+    captured, plan = program.captured, program.plan
     wanted = {
         out.name: out
         for out in captured.outputs
-        if out.kind in ("loss", "output")
-        and (out.partial or not captured.training or makers.get(out.name) in text.stages)
+        if out.kind in ("loss", "output") and (out.partial or not captured.training or made[out.name][1] in text.stages)
     }
     result = text.recording.result
     found = result if isinstance(result, dict) else {}
     for name, out in wanted.items():
-        shape = _whole(out, values[name], text, plan, batch, captured.training)
-        expected, given = Spec(shape, values[name].dtype), found.get(name)
+        value = made[name][0]
+        expected = Spec(_whole(out, value, text, plan, batch, captured.training), value.dtype)
+        given = found.get(name)
         if given != expected:
             returned = shown([given]) if isinstance(given, Spec) else f"a {type(given).__name__}"
             problem = f"step returns {returned} as {name!r}"
             remedy = f"return the whole output, {shown([expected])}"
             raise fault("outputs", f"rank {text.rank}", problem, remedy)
-    _check_total(text, [out for out in wanted.values() if out.partial], makers, plan)
+    _check_total(text, [made[out.name][1] for out in wanted.values() if out.partial], plan)
     return len(wanted)
 
 
@@ -160,10 +162,10 @@ def _whole(out: Output, value: Value, text: Text, plan: Plan, batch: int, traini
     return (*shapes[0][: out.dim], sum(shape[out.dim] for shape in shapes), *shapes[0][out.dim + 1 :])
 
 
-def _check_total(text: Text, partial: Sequence[Output], makers: Mapping[str, int], plan: Plan) -> None:
+def _check_total(text: Text, makers: Sequence[int], plan: Plan) -> None:
     """Sums over the world have the part of every microbatch from the rank that makes them, and nothing from others."""
     every = list(range(plan.microbatches))
-    made = sum(makers[out.name] in text.stages for out in partial)
+    made = sum(stage in text.stages for stage in makers)
     for event in (event for event in text.events if event.call == "total"):
         parts = [spec.microbatch for spec in event.what[1:] if spec is not None]
         if parts and (sorted(parts, key=str) != sorted(every, key=str) or not made):
