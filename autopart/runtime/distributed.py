@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from autopart.errors import RankFailure
-from autopart.runtime.transport import Traffic, check_asked, check_group, check_peer, check_pieces, payload
+from autopart.runtime.transport import Pending, Traffic, check_asked, check_group, check_peer, check_pieces, payload
 from autopart.runtime.watch import Watch
 
 _ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -96,34 +96,60 @@ class ProcessTransport:
 
     def recv(self, shape: Sequence[int], dtype: torch.dtype, peer: int) -> torch.Tensor:
         """The next tensor from `peer`."""
+        return self.begin_recv(shape, dtype, peer).wait()
+
+    def begin_recv(self, shape: Sequence[int], dtype: torch.dtype, peer: int) -> Pending[torch.Tensor]:
+        """The next tensor from `peer`, for which there is room from now on."""
         check_peer(peer, self.rank, self.size)
         tensor = torch.empty(tuple(shape), dtype=dtype, device=self.device)
-        if tensor.numel():
-            with self._contact(f"a receive from rank {peer}"):
-                _wait(dist.irecv(_bytes(tensor), peer, group=self._directions[peer < self.rank]))
-        return tensor
+        if not tensor.numel():
+            return Pending(lambda: tensor)
+        what = f"a receive from rank {peer}"
+        with self._contact(what):
+            work = dist.irecv(_bytes(tensor), peer, group=self._directions[peer < self.rank])
+        return self._pending(work, what, lambda: tensor)
 
     def all_reduce(self, tensor: torch.Tensor, group: tuple[int, ...]) -> None:
         """Sum over the group, in place."""
-        with self._collective("all_reduce", payload(tensor), group) as handle, torch.no_grad():
-            if handle is not None:
-                whole = tensor.detach().contiguous()
-                dist.all_reduce(whole, group=handle)
-                if whole.data_ptr() != tensor.data_ptr():
+        self.begin_all_reduce(tensor, group).wait()
+
+    def begin_all_reduce(self, tensor: torch.Tensor, group: tuple[int, ...]) -> Pending[torch.Tensor]:
+        """Begin to sum over the group, in place."""
+        with self._collective("all_reduce", payload(tensor), group) as handle:
+            if handle is None:
+                return Pending(lambda: tensor)
+            whole = tensor.detach().contiguous()
+            work = dist.all_reduce(whole, group=handle, async_op=True)
+
+        def placed() -> torch.Tensor:
+            if whole.data_ptr() != tensor.data_ptr():
+                with torch.no_grad():
                     tensor.copy_(whole)
+            return tensor
+
+        return self._pending(work, f"all_reduce over {group}", placed)
 
     def all_gather(self, part: torch.Tensor, group: tuple[int, ...]) -> torch.Tensor:
         """The flat concatenation of every rank's flat `part`."""
+        return self.begin_all_gather(part, group).wait()
+
+    def begin_all_gather(self, part: torch.Tensor, group: tuple[int, ...]) -> Pending[torch.Tensor]:
+        """Begin to concatenate every rank's flat `part`."""
         part = part.detach().reshape(-1).contiguous()
         whole = part.new_empty(len(group) * part.numel())
         with self._collective("all_gather", payload(whole), group) as handle:
             if handle is None:
-                return part.clone()
-            _all_gather(_bytes(whole), _bytes(part), handle)
-        return whole
+                whole = part.clone()
+                return Pending(lambda: whole)
+            work = _all_gather(_bytes(whole), _bytes(part), handle)
+        return self._pending(work, f"all_gather over {group}", lambda: whole)
 
     def reduce_scatter(self, whole: torch.Tensor, group: tuple[int, ...]) -> torch.Tensor:
-        """This rank's piece of the sum over the group of the flat `whole`.
+        """This rank's piece of the sum over the group of the flat `whole`."""
+        return self.begin_reduce_scatter(whole, group).wait()
+
+    def begin_reduce_scatter(self, whole: torch.Tensor, group: tuple[int, ...]) -> Pending[torch.Tensor]:
+        """Begin to sum the flat `whole` over the group; this rank gets its piece.
 
         Off NCCL an all-to-all and a sum in group order: gloo's own reduce-scatter all-reduces inside, twice the bytes.
         """
@@ -131,18 +157,23 @@ class ProcessTransport:
         whole = whole.detach().reshape(-1).contiguous()
         with self._collective("reduce_scatter", payload(whole), group) as handle:
             if handle is None:
-                return whole.clone()
+                piece = whole.clone()
+                return Pending(lambda: piece)
             if self._nccl:
                 piece = whole.new_empty(whole.numel() // len(group))
-                _reduce_scatter(piece, whole, handle)
-                return piece
+                work = _reduce_scatter(piece, whole, handle)
+                return self._pending(work, f"reduce_scatter over {group}", lambda: piece)
             pieces = torch.empty_like(whole)
-            dist.all_to_all_single(_bytes(pieces), _bytes(whole), group=handle)
-        first, *rest = pieces.reshape(len(group), -1).unbind()
-        total = first.clone()
-        for other in rest:
-            total += other
-        return total
+            work = dist.all_to_all_single(_bytes(pieces), _bytes(whole), group=handle, async_op=True)
+
+        def summed() -> torch.Tensor:
+            first, *rest = pieces.reshape(len(group), -1).unbind()
+            total = first.clone()
+            for other in rest:
+                total += other
+            return total
+
+        return self._pending(work, f"reduce_scatter over {group}", summed)
 
     def broadcast(self, tensor: torch.Tensor, source: int, group: tuple[int, ...]) -> None:
         """Overwrite `tensor` with that of rank `source`."""
@@ -198,6 +229,16 @@ class ProcessTransport:
         with self._contact(f"{kind} over {group}"):
             yield handle
         self._traffic.collective(kind, whole, len(group))
+
+    def _pending(self, work: dist.Work | None, what: str, result: Callable[[], torch.Tensor]) -> Pending[torch.Tensor]:
+        """Begun work, and what comes out of it once it is done."""
+
+        def finish() -> torch.Tensor:
+            with self._contact(what):
+                _wait(work)
+            return result()
+
+        return Pending(finish)
 
     @contextlib.contextmanager
     def _contact(self, what: str) -> Iterator[None]:
@@ -263,15 +304,17 @@ def _transport(world: dist.ProcessGroup, device: torch.device) -> ProcessTranspo
     return ProcessTransport(world, device)
 
 
-def _all_gather(whole: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup) -> None:
+def _all_gather(whole: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup) -> dist.Work | None:
     # torch 2.13 calls it all_gather_single, and warns about the old name
     newer = getattr(dist, "all_gather_single", None)
-    (newer or dist.all_gather_into_tensor)(whole, part, group=group)
+    work: dist.Work | None = (newer or dist.all_gather_into_tensor)(whole, part, group=group, async_op=True)
+    return work
 
 
-def _reduce_scatter(piece: torch.Tensor, whole: torch.Tensor, group: dist.ProcessGroup) -> None:
+def _reduce_scatter(piece: torch.Tensor, whole: torch.Tensor, group: dist.ProcessGroup) -> dist.Work | None:
     newer = getattr(dist, "reduce_scatter_single", None)
-    (newer or dist.reduce_scatter_tensor)(piece, whole, group=group)
+    work: dist.Work | None = (newer or dist.reduce_scatter_tensor)(piece, whole, group=group, async_op=True)
+    return work
 
 
 def _wait(work: dist.Work | None) -> None:

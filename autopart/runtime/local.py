@@ -19,7 +19,16 @@ from typing import Any
 import torch
 
 from autopart.errors import RankFailure
-from autopart.runtime.transport import Traffic, Transport, check_asked, check_group, check_peer, check_pieces, payload
+from autopart.runtime.transport import (
+    Pending,
+    Traffic,
+    Transport,
+    check_asked,
+    check_group,
+    check_peer,
+    check_pieces,
+    payload,
+)
 
 _CURRENT: contextvars.ContextVar[Transport | None] = contextvars.ContextVar("autopart_transport", default=None)
 
@@ -103,6 +112,27 @@ class LocalTransport:
             sent = f"{_name(tensor.dtype)}{list(tensor.shape)}"
             raise RankFailure(f"rank {self.rank} receives {wanted} from rank {peer}, which sent {sent}")
         return tensor
+
+    def begin_recv(self, shape: Sequence[int], dtype: torch.dtype, peer: int) -> Pending[torch.Tensor]:
+        """The next tensor from `peer`, taken when it is waited for."""
+        return Pending(lambda: self.recv(shape, dtype, peer))
+
+    # A collective is done when it is begun: the ranks meet there, and no other runs meanwhile.
+
+    def begin_all_reduce(self, tensor: torch.Tensor, group: tuple[int, ...]) -> Pending[torch.Tensor]:
+        """`all_reduce`, done."""
+        self.all_reduce(tensor, group)
+        return Pending(lambda: tensor)
+
+    def begin_all_gather(self, part: torch.Tensor, group: tuple[int, ...]) -> Pending[torch.Tensor]:
+        """`all_gather`, done."""
+        whole = self.all_gather(part, group)
+        return Pending(lambda: whole)
+
+    def begin_reduce_scatter(self, whole: torch.Tensor, group: tuple[int, ...]) -> Pending[torch.Tensor]:
+        """`reduce_scatter`, done."""
+        piece = self.reduce_scatter(whole, group)
+        return Pending(lambda: piece)
 
     def all_reduce(self, tensor: torch.Tensor, group: tuple[int, ...]) -> None:
         """Sum over the group, in place, in group order."""

@@ -6,17 +6,38 @@ process). Nothing above this interface knows which one it runs on.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
 from autopart.errors import AutopartError
 from autopart.ir.traffic import COLLECTIVES, sent_bytes
 
+T = TypeVar("T")
+
+
+class Pending(Generic[T]):
+    """Communication that was begun and goes on beside the computation; its buffers live until it is waited for."""
+
+    __slots__ = ("_finish", "_result")
+
+    def __init__(self, finish: Callable[[], T]) -> None:
+        self._finish: Callable[[], T] | None = finish
+
+    def wait(self) -> T:
+        """Its result, once it is there; the same at every call."""
+        if self._finish is not None:
+            self._result = self._finish()
+            self._finish = None
+        return self._result
+
 
 class Transport(Protocol):
     """Communication of one rank with the others.
+
+    What is begun with ``begin_...`` goes on in the background and is done when its `Pending` has been waited for; the
+    tensors given must not be written to before that. Collectives of a group run in the order in which they were begun.
 
     `group` is always an ascending tuple of global ranks that contains this one. Every member calls the same collectives
     over it in the same order. Nothing here is differentiated: gradients are part of the program, not of the transport.
@@ -41,17 +62,29 @@ class Transport(Protocol):
     def recv(self, shape: Sequence[int], dtype: torch.dtype, peer: int) -> torch.Tensor:
         """The next tensor that `peer` sent to this rank, fresh each time. Messages of a pair arrive in order."""
 
+    def begin_recv(self, shape: Sequence[int], dtype: torch.dtype, peer: int) -> Pending[torch.Tensor]:
+        """`recv`, begun: makes room for the message before it is needed."""
+
     def all_reduce(self, tensor: torch.Tensor, group: tuple[int, ...]) -> None:
         """Sum `tensor` over the group, in place on every rank."""
 
+    def begin_all_reduce(self, tensor: torch.Tensor, group: tuple[int, ...]) -> Pending[torch.Tensor]:
+        """`all_reduce`, begun; the result is `tensor`."""
+
     def all_gather(self, part: torch.Tensor, group: tuple[int, ...]) -> torch.Tensor:
         """The flat concatenation, in group order, of every rank's flat `part` (equal sizes)."""
+
+    def begin_all_gather(self, part: torch.Tensor, group: tuple[int, ...]) -> Pending[torch.Tensor]:
+        """`all_gather`, begun."""
 
     def reduce_scatter(self, whole: torch.Tensor, group: tuple[int, ...]) -> torch.Tensor:
         """This rank's piece of the sum over the group of the flat `whole`, cut into equal pieces, one a rank, in order.
 
         The sum is deterministic; outside NCCL it runs in group order.
         """
+
+    def begin_reduce_scatter(self, whole: torch.Tensor, group: tuple[int, ...]) -> Pending[torch.Tensor]:
+        """`reduce_scatter`, begun."""
 
     def broadcast(self, tensor: torch.Tensor, source: int, group: tuple[int, ...]) -> None:
         """Overwrite `tensor` with that of rank `source`, in place."""
