@@ -159,14 +159,18 @@ class RecordingWorld:
         self._add("accumulate", unit=unit, what=tuple(grads))
 
     def reduce_scatter(self, unit: str, grads: Sequence[Spec | None] | None = None, *, axis: str) -> None:
-        """Reduce gradients to parts: `grads` if given, else those accumulated."""
+        """Begin to reduce gradients to parts: `grads` if given, else those accumulated."""
         if grads is not None:
             self._check(unit, grads)
         self._collective("reduce_scatter", Kind.REDUCE, unit, axis, what=tuple(grads or ()))
 
     def all_reduce(self, unit: str, *, axis: str, stages: Sequence[int] = ()) -> None:
-        """Reduce gradients, whole on every rank."""
+        """Begin to reduce gradients, whole on every rank."""
         self._collective("all_reduce", Kind.REDUCE, unit, axis, tuple(stages))
+
+    def wait(self) -> None:
+        """Wait for the reductions that were begun."""
+        self._add("wait")
 
     def buffer(self, name: str) -> Spec:
         """A buffer or constant."""

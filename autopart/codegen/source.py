@@ -34,7 +34,8 @@ def code(staged: Staged, scheduled: Scheduled, plan: Plan, held: Sequence[int]) 
     for s in held:
         lines += stage_text.forward(staged, s, layouts[s], text.names, degree)
         if any(item.body.backward is not None for item in layouts[s]):
-            lines += stage_text.backward(staged, s, layouts[s], text.names, degree)
+            last = scheduled.last_backward(s)
+            lines += stage_text.backward(staged, s, layouts[s], text.names, degree, last)
     lines += step(staged, held, scheduled.table[scheduled.schedule.place[held[0]]], degree)
     return _joined(lines)
 

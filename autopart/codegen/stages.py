@@ -71,14 +71,26 @@ def forward(
 
 
 def backward(
-    staged: Staged, stage: int, layouts: Sequence[Layout], names: Mapping[object, str], degree: int
+    staged: Staged, stage: int, layouts: Sequence[Layout], names: Mapping[object, str], degree: int, last: int
 ) -> list[str]:
-    """``stageN_backward(world, batch, k, saved, edges..., prologue...) -> edges...``."""
-    uses = [_backward_use(item, names, degree) for item in reversed(layouts) if item.body.backward is not None]
+    """``stageN_backward(world, batch, k, saved, edges..., prologue...) -> edges...``.
+
+    That of microbatch `last` completes the gradients, whose reduction begins as soon as each is there.
+    """
+    completed = staged.completed(stage, degree)
+    uses = [
+        _backward_use(item, names, degree, completed.get(item.segment.name, ()))
+        for item in reversed(layouts)
+        if item.body.backward is not None
+    ]
     edges_in, edges_out = staged.into(stage, forward=False), staged.out_of(stage, forward=False)
     writer = _Writer({}, frozenset(v.name for e in edges_out for v in e.values))
     prologue = stage_prologue(staged, stage, backward=True)
     lines = _head(staged, f"stage{stage}_backward", edges_in, ("saved",), prologue, writer, degree)
+    if completed:
+        lines.append(
+            f"    last = k == {last}  # then gradients are complete, and each begins to be reduced"
+        )
     for item in staged.segmented.captured.of_kind("tangent"):
         if any(item.value.name in use.takes for use in uses):
             writer.env[item.value.name] = "one"
@@ -173,7 +185,7 @@ def _forward_use(item: Layout, names: Mapping[object, str], degree: int) -> Use:
     )
 
 
-def _backward_use(item: Layout, names: Mapping[object, str], degree: int) -> Use:
+def _backward_use(item: Layout, names: Mapping[object, str], degree: int, completed: Sequence[Unit]) -> Use:
     segment = item.segment
     extra = tuple(_numbered("grads", i, len(item.gradients)) for i in range(len(item.gradients)))
     after = tuple(
@@ -182,6 +194,9 @@ def _backward_use(item: Layout, names: Mapping[object, str], degree: int) -> Use
         else f'world.accumulate("{unit.name}", {name})'
         for (unit, _), name in zip(item.gradients, extra, strict=True)
     )
+    for unit in completed:
+        call = "reduce_scatter" if unit.updated_in_parts(degree) else "all_reduce"
+        after += ("if last:", f'    world.{call}("{unit.name}", axis="dp")')
     return Use(
         name=f"{names[item.variant]}_backward",
         takes=segment.backward_inputs,
@@ -219,7 +234,7 @@ def _place(name: str) -> int:
 
 
 def _write(uses: Sequence[Use], writer: _Writer) -> None:
-    for _, group in groupby(uses, key=lambda use: (use.name, len(use.takes))):
+    for _, group in groupby(uses, key=lambda use: (use.name, len(use.takes), len(use.after))):
         run = list(group)
         later = writer.needed | {name for use in uses[uses.index(run[-1]) + 1 :] for name in use.takes}
         if len(run) < 2 or not _write_loop(run, later, writer):

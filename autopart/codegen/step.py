@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from autopart.codegen.functions import call
@@ -26,10 +26,7 @@ def step(staged: Staged, stages: Sequence[int], row: Sequence[Action], degree: i
     lines += [f"    {name} = world.store()" for name in _stores(staged, stages)]
     lines += [f"    {out.name} = {{}}" for out in _outputs(staged) if _maker(staged, out) in stages]
     lines += _schedule(staged, row)
-    here = {unit.name for unit in units}
-    reductions = _reductions([unit for unit in staged.trained() if unit.name in here], degree)
-    if reductions:
-        lines += ["    # Gradients are reduced to what their consumer needs.", *reductions]
+    lines += _reductions(staged, stages, units, degree)
     return [*lines, *_results(staged, stages)]
 
 
@@ -143,16 +140,17 @@ def _backward(staged: Staged, stage: int, k: str) -> list[str]:
     return call((f"{', '.join(results)} = " if results else "") + f"stage{stage}_backward", args, "")
 
 
-def _reductions(units: Iterable[Unit], degree: int) -> list[str]:
-    over_dp, over_pp = [], []
-    for unit in units:
-        if unit.updated_in_parts(degree) and not unit.reduced_at_once(degree):
-            over_dp.append(f'world.reduce_scatter("{unit.name}", axis="dp")')
-        elif degree > 1 and not unit.reduced_at_once(degree):
-            over_dp.append(f'world.all_reduce("{unit.name}", axis="dp")')
-        if len(unit.stages) > 1:
-            over_pp.append(f'world.all_reduce("{unit.name}", axis="pp", stages={unit.stages})')
-    return [*_rolled(over_dp), *_rolled(over_pp)]
+def _reductions(staged: Staged, stages: Sequence[int], units: Sequence[Unit], degree: int) -> list[str]:
+    """Wait for the reductions that the backwards began; then gradients of shared parameters meet."""
+    here = {unit.name for unit in units}
+    shared = [unit for unit in staged.trained() if unit.name in here and len(unit.stages) > 1]
+    begun = any(unit.reduced_at_once(degree) for unit in units) or any(staged.completed(s, degree) for s in stages)
+    lines = ["    world.wait()  # until the gradients that are being reduced are there"] if begun else []
+    if shared:
+        lines.append("    # Parameters that several stages use have one gradient, the sum of theirs.")
+        lines += _rolled([f'world.all_reduce("{unit.name}", axis="pp", stages={unit.stages})' for unit in shared])
+        lines.append("    world.wait()")
+    return lines
 
 
 def _rolled(lines: Sequence[str]) -> list[str]:

@@ -112,6 +112,11 @@ class Scheduled:
     schedule: Schedule
     table: tuple[tuple[Action, ...], ...]
 
+    def last_backward(self, stage: int) -> int:
+        """The microbatch whose backward a stage performs last, after which its gradients are complete; -1 for none."""
+        done = [a.microbatch for a in self.table[self.schedule.place[stage]] if a.stage == stage and a.kind is Kind.B]
+        return done[-1] if done else -1
+
     def __str__(self) -> str:
         """One line a rank, actions separated by commas."""
         return "\n".join(",".join(map(str, row)) for row in self.table)

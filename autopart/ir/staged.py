@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from autopart.ir.graph import Value
 from autopart.ir.segmented import Segment, Segmented
 from autopart.ir.sharded import Sharded
-from autopart.ir.state import State, Unit
+from autopart.ir.state import State, Unit, used_units
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +47,24 @@ class Staged:
         homes = self.state.homes()
         graded = {homes[out.target].name for out in self.segmented.captured.outputs if out.kind == "grad"}
         return tuple(unit for unit in self.state.units if unit.trainable and unit.name in graded)
+
+    def completed(self, stage: int, degree: int) -> dict[str, tuple[Unit, ...]]:
+        """By segment of a stage, the units whose gradients of a microbatch are complete after the segment's backward.
+
+        Those that are reduced over `degree` data ranks once a step. A unit of several segments is complete after the
+        first of them, which the backward reaches last.
+        """
+        homes = self.state.homes()
+        first: dict[str, str] = {}
+        for segment in self.stages[stage]:
+            for unit in used_units(segment.gradients, homes):
+                if degree > 1 and not unit.reduced_at_once(degree):
+                    first.setdefault(unit.name, segment.name)
+        units = {unit.name: unit for unit in self.state.units}
+        found: dict[str, tuple[Unit, ...]] = {}
+        for name, segment_name in first.items():
+            found[segment_name] = (*found.get(segment_name, ()), units[name])
+        return found
 
     def into(self, stage: int, *, forward: bool) -> tuple[Edge, ...]:
         """The edges that end at a stage, in order of their source."""

@@ -47,6 +47,7 @@ def predict_traffic(staged: Staged, scheduled: Scheduled, plan: Plan) -> tuple[S
     rows = with_collectives(staged, first, degree)
     held = [_held(staged, places, column) for column in range(len(rows))]
     wires = {unit.name: unit.padded(degree) * degree * unit.dtype.itemsize for unit in staged.state.units}
+    at_once = {unit.name for unit in staged.state.units if unit.reduced_at_once(degree)}
     everywhere = tuple(_outputs(staged, plan))
     known: dict[object, Sent] = {}
     made = []
@@ -57,8 +58,10 @@ def predict_traffic(staged: Staged, scheduled: Scheduled, plan: Plan) -> tuple[S
         key = column, shares[part], across
         if key not in known:
             sizes = pieces(shares[part], plan.microbatches)
-            calls = [*_each_microbatch(rows[column], wires, degree, plan.microbatches), *across, *everywhere]
-            calls += _once(staged, held[column], wires, degree)
+            actions = [a for a in rows[column] if a.kind is Kind.GATHER or a.unit in at_once]
+            calls = [*_each_microbatch(actions, wires, degree, plan.microbatches), *across, *everywhere]
+            stages = [stage for stage, place in enumerate(places) if place == column]
+            calls += _once(staged, held[column], stages, wires, degree)
             known[key] = _added(_sends(staged, scheduled.table[column], sizes), calls)
         made.append(known[key])
     return tuple(made)
@@ -92,17 +95,17 @@ def _each_microbatch(row: Sequence[Action], wires: Mapping[str, int], degree: in
             yield kinds[action.kind], wires[action.unit], degree, times * microbatches
 
 
-def _once(staged: Staged, units: Sequence[Unit], wires: Mapping[str, int], degree: int) -> Calls:
+def _once(staged: Staged, units: Sequence[Unit], stages: Sequence[int], wires: Mapping[str, int], degree: int) -> Calls:
     """What a step does once on dp: parameters updated in parts are made whole; accumulated gradients are reduced."""
-    trained = {unit.name for unit in staged.trained()}
+    reduced = [unit for stage in stages for each in staged.completed(stage, degree).values() for unit in each]
     for unit in units:
         if unit.updated_in_parts(degree):
             yield "all_gather", wires[unit.name], degree, 1
-        if unit.name in trained and not unit.reduced_at_once(degree):
-            if unit.updated_in_parts(degree):
-                yield "reduce_scatter", wires[unit.name], degree, 1
-            else:
-                yield "all_reduce", unit.nbytes, degree, 1
+    for unit in reduced:
+        if unit.updated_in_parts(degree):
+            yield "reduce_scatter", wires[unit.name], degree, 1
+        else:
+            yield "all_reduce", unit.nbytes, degree, 1
 
 
 def _across_stages(staged: Staged, units: Sequence[Unit], places: Sequence[int], part: int, degree: int) -> Calls:

@@ -35,16 +35,18 @@ def with_collectives(staged: Staged, scheduled: Scheduled, degree: int) -> tuple
         units = [unit for unit in staged.state.units if set(unit.stages) & set(held)]
         made = [Action(Kind.GATHER, -1, -1, unit=unit.name) for unit in units if unit.updated_in_parts(degree)]
         for action in row:
-            made += [action, *_inside(staged, action, homes, degree)]
-        made += _at_the_end(staged, units, degree)
+            last = action.kind is Kind.B and action.microbatch == scheduled.last_backward(action.stage)
+            made += [action, *_inside(staged, action, homes, degree, last)]
+        made += _across_stages(staged, units)
         rows.append(tuple(made))
     return tuple(rows)
 
 
-def _inside(staged: Staged, action: Action, homes: Mapping[str, Unit], degree: int) -> Iterator[Action]:
+def _inside(staged: Staged, action: Action, homes: Mapping[str, Unit], degree: int, last: bool) -> Iterator[Action]:
     if action.kind not in (Kind.F, Kind.B):
         return
     segments = staged.stages[action.stage]
+    completed = staged.completed(action.stage, degree) if last else {}
     for segment in segments if action.kind is Kind.F else reversed(segments):
         body = staged.segmented.bodies[segment.body]
         if action.kind is Kind.B and body.backward is None:
@@ -55,14 +57,13 @@ def _inside(staged: Staged, action: Action, homes: Mapping[str, Unit], degree: i
                 yield Action(Kind.GATHER, action.stage, action.microbatch, unit=unit.name)
         if action.kind is Kind.B:
             graded = {unit.name for unit in used_units(segment.gradients, homes)}
-            for unit in units:
-                if unit.name in graded and unit.reduced_at_once(degree):
-                    yield Action(Kind.REDUCE, action.stage, action.microbatch, unit=unit.name)
+            reduced = [unit for unit in units if unit.name in graded and unit.reduced_at_once(degree)]
+            reduced += completed.get(segment.name, ())
+            for unit in reduced:
+                yield Action(Kind.REDUCE, action.stage, action.microbatch, unit=unit.name)
 
 
-def _at_the_end(staged: Staged, units: Iterable[Unit], degree: int) -> list[Action]:
+def _across_stages(staged: Staged, units: Iterable[Unit]) -> list[Action]:
     here = {unit.name for unit in units}
-    trained = [unit for unit in staged.trained() if unit.name in here]
-    over_dp = [unit for unit in trained if degree > 1 and not unit.reduced_at_once(degree)]
-    over_pp = [unit for unit in trained if len(unit.stages) > 1]
-    return [Action(Kind.REDUCE, -1, -1, unit=unit.name) for unit in (*over_dp, *over_pp)]
+    shared = [unit for unit in staged.trained() if unit.name in here and len(unit.stages) > 1]
+    return [Action(Kind.REDUCE, -1, -1, unit=unit.name) for unit in shared]

@@ -103,11 +103,15 @@ def gradients(text: Text, needed: Sequence[Needs], state: State) -> tuple[int, i
     of_unit: dict[str, list[int]] = defaultdict(list)
     for i, event in enumerate(text.events):
         of_unit[event.unit].append(i)
+    here = {name for stage in text.stages for name in needed[stage].contributions}
     reductions = sum(
-        _check_reduced(text, unit, of_unit[unit.name], unit.name in trained) for unit in _held(text, state)
+        _check_reduced(text, unit, of_unit[unit.name], trained=unit.name in trained, here=unit.name in here)
+        for unit in _held(text, state)
     )
     _check_foreign(text, state)
+    waits = [i for i, event in enumerate(text.events) if event.call == "wait"]
     for unit in _held(text, state):
+        _check_waited(text, of_unit[unit.name], waits)
         _check_regathered(text, unit)
     return contributions, reductions
 
@@ -174,10 +178,10 @@ def _check_backward(
             raise fault("gradients", text.during(action), problem, remedy)
 
 
-def _check_reduced(text: Text, unit: Unit, events: Sequence[int], trained: bool) -> int:
+def _check_reduced(text: Text, unit: Unit, events: Sequence[int], *, trained: bool, here: bool) -> int:
     """Each reduction of a unit that the plan needs is there once, after the last contribution; their number.
 
-    `events` are the places of the unit's events in the text's.
+    `events` are the places of the unit's events in the text's; `here` is whether this rank contributes.
     """
     degree = text.mesh.degree("dp")
     added = [i for i in events if contributes(text.events[i])]
@@ -189,15 +193,24 @@ def _check_reduced(text: Text, unit: Unit, events: Sequence[int], trained: bool)
             problem = f"gradients are added after it ({text.where(text.events[added[-1]].line)})"
             raise fault("gradients", text.at(event), problem, "reduce after the last backward")
     over_dp = "reduce_scatter" if unit.updated_in_parts(degree) else "all_reduce"
-    wanted: list[Reduction] = (
-        [(over_dp, "dp", ())] if trained and degree > 1 and not unit.reduced_at_once(degree) else []
-    )
+    wanted: list[Reduction] = [(over_dp, "dp", ())] if here and degree > 1 and not unit.reduced_at_once(degree) else []
     wanted += [("all_reduce", "pp", unit.stages)] if trained and len(unit.stages) > 1 else []
     counted = Counter((event.call, event.axis, event.stages) for _, event in calls)
     for key in dict.fromkeys([*wanted, *counted]):
         if counted[key] != (key in wanted):
             raise _wrongly_reduced(text, unit, key, counted[key], wanted)
     return len(calls)
+
+
+def _check_waited(text: Text, events: Sequence[int], waits: Sequence[int]) -> None:
+    """Every reduction that is begun is waited for, before the unit's next one and before the end."""
+    for i in events:
+        if not reduces(text.events[i]) and text.events[i].call != "reduce_scatter":
+            continue
+        until = next((j for j in events if j > i and reduces(text.events[j])), len(text.events))
+        if not any(i < place < until for place in waits):
+            before = f"before {text.where(text.events[until].line)}" if until < len(text.events) else "before the end"
+            raise fault("gradients", text.at(text.events[i]), f"it is not waited for {before}", "call world.wait()")
 
 
 def _wrongly_reduced(

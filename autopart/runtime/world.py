@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
@@ -33,6 +34,7 @@ class World:
         self.memory = Memory(states, (*buffers.values(), *batch.given()))
         self.log = Log()
         self.here = mesh.coordinate(transport.rank)
+        self._begun: deque[tuple[int, Callable[[], None]]] = deque()
 
     # What outlives an action
 
@@ -79,27 +81,45 @@ class World:
         self.states.add(unit, grads)
 
     def reduce_scatter(self, unit: str, grads: Sequence[torch.Tensor | None] | None = None, *, axis: str) -> None:
-        """Sum gradients over an axis, each rank keeping its part: `grads` if given, else those accumulated."""
+        """Begin to sum gradients over an axis, each rank keeping its part: `grads` if given, else those accumulated."""
         found = self.states.units[unit]
         local = self.states.take(found) if grads is None else grads
         whole = self.states.scattered(found, local)
-        self.memory.transient(whole.nbytes)
-        flat = self.transport.reduce_scatter(whole, self._group(axis))
-        self.states.add(unit, self.states.gathered_part(found, flat))
+        begun = self.transport.begin_reduce_scatter(whole, self._group(axis))
+        if grads is not None:  # whole gradients of several units at a time are what parts are to avoid
+            self._finish(all_but=1)
+        self._begin(whole, lambda: self.states.add(unit, self.states.gathered_part(found, begun.wait())))
 
     def all_reduce(self, unit: str, *, axis: str, stages: Sequence[int] = ()) -> None:
-        """Sum a unit's accumulated gradients over an axis, or over the ranks of some stages, on every rank."""
+        """Begin to sum a unit's accumulated gradients over an axis, or the ranks of some stages, on every rank."""
         group = self._stage_group(stages) if stages else self._group(axis)
         if len(group) == 1:
             return
         found = self.states.units[unit]
-        grads = self.states.gradients.get(unit, [None] * len(found.parameters))
+        grads = self.states.take(found)
         shapes = [(self.states.parts[p.target], g) for p, g in zip(found.parameters, grads, strict=True)]
         tensors = [torch.zeros_like(part) if g is None else g for part, g in shapes]
         flat = torch.cat([t.reshape(-1) for t in tensors])
-        self.transport.all_reduce(flat, group)
-        pieces = torch.split(flat, [t.numel() for t in tensors])
-        self.states.gradients[unit] = [piece.view(t.shape) for piece, t in zip(pieces, tensors, strict=True)]
+        sizes, forms = [t.numel() for t in tensors], [t.shape for t in tensors]
+        begun = self.transport.begin_all_reduce(flat, group)
+
+        def finish() -> None:
+            pieces = torch.split(begun.wait(), sizes)
+            self.states.add(unit, [piece.view(form) for piece, form in zip(pieces, forms, strict=True)])
+
+        self._begin(flat, finish)
+
+    def wait(self) -> None:
+        """Until every reduction that was begun is done, and its result among the gradients."""
+        self._finish(all_but=0)
+
+    def _begin(self, buffer: torch.Tensor, finish: Callable[[], None]) -> None:
+        self._begun.append((buffer.nbytes, finish))
+        self.memory.transient(sum(nbytes for nbytes, _ in self._begun))
+
+    def _finish(self, *, all_but: int) -> None:
+        while len(self._begun) > all_but:
+            self._begun.popleft()[1]()
 
     def buffer(self, name: str) -> torch.Tensor:
         """A buffer or constant by name."""

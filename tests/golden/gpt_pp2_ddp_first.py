@@ -419,7 +419,8 @@ def step(world, batch):
         grads_1_0[k] = world.recv(edge_1_0(batch.sizes[k]), stage=0, source=1, microbatch=k)
         with world.action("B", stage=0, microbatch=k):
             stage0_backward(world, batch, k, saved_0.pop(k), grads_1_0.pop(k))
-    # Gradients are reduced to what their consumer needs.
+    # Parameters that several stages use have one gradient, the sum of theirs.
     world.all_reduce("wte.weight", axis="pp", stages=(0, 1))
+    world.wait()
     loss = world.total([], shape=(), dtype=torch.float64)
     return {"loss": loss}

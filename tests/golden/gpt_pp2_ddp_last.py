@@ -451,7 +451,8 @@ def step(world, batch):
     with world.action("B", stage=1, microbatch=5):
         grads_1_0[5] = stage1_backward(world, batch, 5, saved_1.pop(5), _to_copy)
     world.send(grads_1_0.pop(5), stage=1, to=0, microbatch=5)
-    # Gradients are reduced to what their consumer needs.
+    # Parameters that several stages use have one gradient, the sum of theirs.
     world.all_reduce("wte.weight", axis="pp", stages=(0, 1))
+    world.wait()
     loss = world.total(list(loss.values()), shape=(), dtype=torch.float64)
     return {"loss": loss}

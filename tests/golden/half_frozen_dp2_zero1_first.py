@@ -140,13 +140,18 @@ def stage0_forward(world, batch, k, sum_2):
 
 def stage0_backward(world, batch, k, saved, sum_2):
     b, B = batch.sizes[k], batch.size
+    last = k == 0  # then gradients are complete, and each begins to be reduced
     one = torch.ones((), dtype=torch.float64, device=DEVICE)
     d_output = output_backward(b, B, one, *saved.pop(), sum_2)
     d_decoder_2, grads = decoder_2_backward(b, B, d_output, *saved.pop(), *world.parameters("decoder.2"))
     world.accumulate("decoder.2", grads)
+    if last:
+        world.reduce_scatter("decoder.2", axis="dp")
     d_decoder_1 = decoder_1_backward(b, B, d_decoder_2, *saved.pop())
     grads = decoder_0_backward(b, B, d_decoder_1, *saved.pop(), *world.parameters("decoder.0"))
     world.accumulate("decoder.0", grads)
+    if last:
+        world.reduce_scatter("decoder.0", axis="dp")
 
 
 def step(world, batch):
@@ -162,9 +167,7 @@ def step(world, batch):
         loss[0], output_1[0], saved_0[0] = stage0_forward(world, batch, 0, sum_2)
     with world.action("B", stage=0, microbatch=0):
         stage0_backward(world, batch, 0, saved_0.pop(0), sum_2)
-    # Gradients are reduced to what their consumer needs.
-    world.reduce_scatter("decoder.0", axis="dp")
-    world.reduce_scatter("decoder.2", axis="dp")
+    world.wait()  # until the gradients that are being reduced are there
     loss = world.total(list(loss.values()), shape=(), dtype=torch.float64)
     output_1 = world.joined(output_1, dim=0)
     return {"loss": loss, "output_1": output_1}

@@ -106,5 +106,6 @@ def step(world, batch):
         grads_1_0[k] = world.recv(edge_1_0(batch.sizes[k]), stage=0, source=1, microbatch=k)
         with world.action("B", stage=0, microbatch=k):
             stage0_backward(world, batch, k, saved_0.pop(k), grads_1_0.pop(k))
+    world.wait()  # until the gradients that are being reduced are there
     loss = world.total([], shape=(), dtype=torch.float64)
     return {"loss": loss}

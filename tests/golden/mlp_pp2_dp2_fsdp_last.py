@@ -119,5 +119,6 @@ def step(world, batch):
     with world.action("B", stage=1, microbatch=2):
         grads_1_0[2] = stage1_backward(world, batch, 2, saved_1.pop(2))
     world.send(grads_1_0.pop(2), stage=1, to=0, microbatch=2)
+    world.wait()  # until the gradients that are being reduced are there
     loss = world.total(list(loss.values()), shape=(), dtype=torch.float64)
     return {"loss": loss}
