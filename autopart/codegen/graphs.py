@@ -13,14 +13,19 @@ from autopart.ir.mesh import pieces
 from autopart.ir.program import Program, StageGraphs
 
 
-def all_gather(world: Any, unit: str, axis: str) -> Sequence[torch.Tensor]:
-    """In a stage graph: gather a unit's whole parameters over an axis."""
-    return world.all_gather(unit, axis=axis)  # type: ignore[no-any-return]
+def all_gather(world: Any, unit: str, axis: str, then: str) -> Sequence[torch.Tensor]:
+    """In a stage graph: gather a unit's whole parameters over an axis, and begin to gather those of `then`."""
+    return world.all_gather(unit, axis=axis, then=then)  # type: ignore[no-any-return]
 
 
 def reduce_scatter(world: Any, unit: str, grads: Any, axis: str) -> None:
     """In a stage graph: sum gradients over an axis, each rank keeping its part."""
     world.reduce_scatter(unit, grads, axis=axis)
+
+
+def all_reduce(world: Any, unit: str, axis: str) -> None:
+    """In a stage graph: sum a unit's accumulated gradients over an axis, on every rank."""
+    world.all_reduce(unit, axis=axis)
 
 
 def accumulate(world: Any, unit: str, grads: Any) -> None:
@@ -49,12 +54,15 @@ class _TracedWorld:
     def buffer(self, name: str) -> Any:
         return self._given(name)
 
-    def all_gather(self, unit: str, *, axis: str) -> tuple[Any, ...]:
-        gathered: Any = self._call(all_gather, unit, axis)
+    def all_gather(self, unit: str, *, axis: str, then: str = "") -> tuple[Any, ...]:
+        gathered: Any = self._call(all_gather, unit, axis, then)
         return tuple(gathered[i] for i in range(len(self.program.state.unit(unit).parameters)))
 
-    def reduce_scatter(self, unit: str, grads: Any, *, axis: str) -> None:
+    def reduce_scatter(self, unit: str, grads: Any = None, *, axis: str) -> None:
         self._call(reduce_scatter, unit, grads, axis)
+
+    def all_reduce(self, unit: str, *, axis: str) -> None:
+        self._call(all_reduce, unit, axis)
 
     def accumulate(self, unit: str, grads: Any) -> None:
         self._call(accumulate, unit, grads)

@@ -120,6 +120,7 @@ class RecordingWorld:
     stores: list[RecordingStore] = field(default_factory=list)
     lists: list[tuple[int, list[Any]]] = field(default_factory=list)  # taken out of stores
     wholes: dict[str, tuple[Spec, ...]] = field(default_factory=dict)  # of units, as far as they were asked for
+    gathering: str = ""  # the unit that is being gathered ahead of its use
     here: Action | None = None
     file: str = ""
     batch: RecordingBatch = field(default_factory=lambda: RecordingBatch({}, (), 0))
@@ -137,6 +138,8 @@ class RecordingWorld:
         self.here = Action(Kind(kind), stage, microbatch)
         self._add("action", self.here)
         yield
+        if self.gathering:
+            raise TypeError(f"{self.gathering!r} is gathered and not used")
         self.here = None
 
     def parameters(self, unit: str) -> tuple[Spec, ...]:
@@ -144,9 +147,17 @@ class RecordingWorld:
         self._add("parameters", unit=unit)
         return self._whole(unit)
 
-    def all_gather(self, unit: str, *, axis: str) -> tuple[Spec, ...]:
-        """Gather a unit's parameters for one use."""
-        self._collective("all_gather", Kind.GATHER, unit, axis)
+    def all_gather(self, unit: str, *, axis: str, then: str = "") -> tuple[Spec, ...]:
+        """Gather a unit's parameters for one use, and begin to gather those of the unit `then`, which is used next."""
+        if self.gathering not in ("", unit):
+            raise TypeError(f"{unit!r} is gathered where {self.gathering!r} was begun to be")
+        if self.gathering:
+            self._add("gathered", unit=unit, axis=axis)
+        else:
+            self._collective("all_gather", Kind.GATHER, unit, axis)
+        if then:
+            self._collective("prefetch", Kind.GATHER, then, axis)
+        self.gathering = then
         return self._whole(unit)
 
     def regather(self, unit: str, *, axis: str) -> None:

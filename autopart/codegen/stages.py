@@ -55,7 +55,8 @@ def forward(
     staged: Staged, stage: int, layouts: Sequence[Layout], names: Mapping[object, str], degree: int
 ) -> list[str]:
     """``stageN_forward(world, batch, k, edges..., prologue...) -> edges..., outputs..., saved``."""
-    uses = [_forward_use(item, names, degree) for item in layouts]
+    given = _parameters(layouts, degree)
+    uses = [_forward_use(item, names, each) for item, each in zip(layouts, given, strict=True)]
     edges_in, edges_out = staged.into(stage, forward=True), staged.out_of(stage, forward=True)
     outputs = stage_outputs(staged, stage)
     writer = _Writer({}, frozenset([*(v.name for e in edges_out for v in e.values), *outputs]))
@@ -78,19 +79,17 @@ def backward(
     That of microbatch `last` completes the gradients, whose reduction begins as soon as each is there.
     """
     completed = staged.completed(stage, degree)
+    rows = [item for item in reversed(layouts) if item.body.backward is not None]
     uses = [
-        _backward_use(item, names, degree, completed.get(item.segment.name, ()))
-        for item in reversed(layouts)
-        if item.body.backward is not None
+        _backward_use(item, names, degree, each, completed.get(item.segment.name, ()))
+        for item, each in zip(rows, _parameters(rows, degree), strict=True)
     ]
     edges_in, edges_out = staged.into(stage, forward=False), staged.out_of(stage, forward=False)
     writer = _Writer({}, frozenset(v.name for e in edges_out for v in e.values))
     prologue = stage_prologue(staged, stage, backward=True)
     lines = _head(staged, f"stage{stage}_backward", edges_in, ("saved",), prologue, writer, degree)
     if completed:
-        lines.append(
-            f"    last = k == {last}  # then gradients are complete, and each begins to be reduced"
-        )
+        lines.append(f"    last = k == {last}  # then gradients are complete, and each begins to be reduced")
     for item in staged.segmented.captured.of_kind("tangent"):
         if any(item.value.name in use.takes for use in uses):
             writer.env[item.value.name] = "one"
@@ -171,12 +170,12 @@ def _inputs(staged: Staged, uses: Sequence[Use], writer: _Writer) -> list[str]:
     return lines
 
 
-def _forward_use(item: Layout, names: Mapping[object, str], degree: int) -> Use:
+def _forward_use(item: Layout, names: Mapping[object, str], parameters: Sequence[str]) -> Use:
     segment, saves = item.segment, item.body.backward is not None
     return Use(
         name=f"{names[item.variant]}_forward",
         takes=segment.values,
-        arguments=(*_fixed(segment.forward_fixed, item), *(_parameters(unit, degree) for unit in item.units)),
+        arguments=(*_fixed(segment.forward_fixed, item), *parameters),
         gives=segment.outputs,
         variables=tuple(_numbered(segment.name, i, len(segment.outputs)) for i in range(len(segment.outputs))),
         extra=("kept",) if saves else (),
@@ -185,7 +184,9 @@ def _forward_use(item: Layout, names: Mapping[object, str], degree: int) -> Use:
     )
 
 
-def _backward_use(item: Layout, names: Mapping[object, str], degree: int, completed: Sequence[Unit]) -> Use:
+def _backward_use(
+    item: Layout, names: Mapping[object, str], degree: int, parameters: Sequence[str], completed: Sequence[Unit]
+) -> Use:
     segment = item.segment
     extra = tuple(_numbered("grads", i, len(item.gradients)) for i in range(len(item.gradients)))
     after = tuple(
@@ -200,11 +201,7 @@ def _backward_use(item: Layout, names: Mapping[object, str], degree: int, comple
     return Use(
         name=f"{names[item.variant]}_backward",
         takes=segment.backward_inputs,
-        arguments=(
-            "*saved.pop()",
-            *_fixed(segment.backward_fixed, item),
-            *(_parameters(unit, degree) for unit in item.units),
-        ),
+        arguments=("*saved.pop()", *_fixed(segment.backward_fixed, item), *parameters),
         gives=segment.backward_outputs,
         variables=tuple(
             f"d_{segment.name}_{i}" if i else f"d_{segment.name}" for i in range(len(segment.backward_outputs))
@@ -215,10 +212,21 @@ def _backward_use(item: Layout, names: Mapping[object, str], degree: int, comple
     )
 
 
-def _parameters(unit: Unit, degree: int) -> str:
-    if unit.gathered(degree):
-        return f'*world.all_gather("{unit.name}", axis="dp")'
-    return f'*world.parameters("{unit.name}")'
+def _parameters(layouts: Sequence[Layout], degree: int) -> list[tuple[str, ...]]:
+    """The source of the parameters that each segment is given, in the order in which the segments are called.
+
+    Each gather names the one that is begun when it is done, to go on while the segment computes.
+    """
+    gathered = [unit.name for item in layouts for unit in item.units if unit.gathered(degree)]
+    following = iter([*gathered[1:], ""])
+
+    def source(unit: Unit) -> str:
+        if not unit.gathered(degree):
+            return f'*world.parameters("{unit.name}")'
+        then = next(following)
+        return f'*world.all_gather("{unit.name}", axis="dp"' + (f', then="{then}")' if then else ")")
+
+    return [tuple(source(unit) for unit in item.units) for item in layouts]
 
 
 def _fixed(names: Sequence[str], item: Layout) -> Iterator[str]:
@@ -236,10 +244,14 @@ def _place(name: str) -> int:
 def _write(uses: Sequence[Use], writer: _Writer) -> None:
     for _, group in groupby(uses, key=lambda use: (use.name, len(use.takes), len(use.after))):
         run = list(group)
-        later = writer.needed | {name for use in uses[uses.index(run[-1]) + 1 :] for name in use.takes}
-        if len(run) < 2 or not _write_loop(run, later, writer):
-            for use in run:
-                _write_call(use, writer)
+        # The last of equal calls may differ in what it gathers next: then the loop is one round shorter.
+        for looped in (run, run[:-1]):
+            later = writer.needed | {name for use in uses[uses.index(run[0]) + len(looped) :] for name in use.takes}
+            if len(looped) > 1 and _write_loop(looped, later, writer):
+                run = run[len(looped) :]
+                break
+        for use in run:
+            _write_call(use, writer)
 
 
 def _write_call(use: Use, writer: _Writer) -> None:

@@ -83,6 +83,10 @@ class Unit:
         """The elements of a part on the wire: those of the longest part."""
         return max(self.part_numel(part, parts) for part in range(parts))
 
+    def wire_bytes(self, parts: int) -> int:
+        """The bytes of all parts on the wire: of the whole unit gathered, or to be reduced to parts."""
+        return self.padded(parts) * parts * self.dtype.itemsize
+
     def gathered(self, parts: int) -> bool:
         """Whether the parameters are gathered before each use and dropped after it (FSDP)."""
         return parts > 1 and self.modes.parameters is Mode.GATHERED

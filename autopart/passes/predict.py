@@ -46,7 +46,7 @@ def predict_traffic(staged: Staged, scheduled: Scheduled, plan: Plan) -> tuple[S
     first = replace(scheduled, table=tuple(tuple(a for a in row if a.microbatch == 0) for row in scheduled.table))
     rows = with_collectives(staged, first, degree)
     held = [_held(staged, places, column) for column in range(len(rows))]
-    wires = {unit.name: unit.padded(degree) * degree * unit.dtype.itemsize for unit in staged.state.units}
+    wires = {unit.name: unit.wire_bytes(degree) for unit in staged.state.units}
     at_once = {unit.name for unit in staged.state.units if unit.reduced_at_once(degree)}
     everywhere = tuple(_outputs(staged, plan))
     known: dict[object, Sent] = {}
@@ -136,7 +136,8 @@ def predict_memory(
 
     `optimizer_ratio` is bytes of optimizer state per byte of trainable parameter. Activations are the most that is kept
     between two actions: what is saved for the backwards to come, and edges not yet sent or used. `transient` is the
-    largest segment's gathered parameters and whole gradients, where these become parts at once.
+    largest of a segment's gathered parameters and whole gradients, where these become parts at once, with those of the
+    neighbour that are gathered ahead or still being reduced.
     """
     columns = [
         _rank_memory(staged, scheduled, plan, column, part, optimizer_ratio) for column in range(len(scheduled.table))
@@ -167,8 +168,12 @@ def _rank_memory(
 
 
 def _transients(segments: Sequence[Segment], units: Sequence[Unit], degree: int) -> Iterator[int]:
+    """Of each segment: gathered parameters with those of a neighbour, whole gradients with those still on their way."""
     home = {parameter.target: unit for unit in units for parameter in unit.parameters}
-    for segment in segments:
-        used = {home[target].name: home[target] for target in segment.parameters}.values()
-        gathered = sum(u.padded(degree) * degree * u.dtype.itemsize for u in used if u.gathered(degree))
-        yield gathered + sum(u.nbytes for u in used if u.reduced_at_once(degree))
+    used = [{home[target].name: home[target] for target in each.parameters}.values() for each in segments]
+    gathered = [sum(u.wire_bytes(degree) for u in row if u.gathered(degree)) for row in used]
+    reduced = [sum(u.wire_bytes(degree) for u in row if u.reduced_at_once(degree)) for row in used]
+    for i in range(len(segments)):
+        before, after = max(i - 1, 0), min(i + 1, len(segments) - 1)
+        ahead = max(gathered[before] if before < i else 0, gathered[after] if after > i else 0)
+        yield gathered[i] + ahead + reduced[i] + (reduced[after] if after > i else 0)

@@ -45,17 +45,22 @@ def with_collectives(staged: Staged, scheduled: Scheduled, degree: int) -> tuple
 def _inside(staged: Staged, action: Action, homes: Mapping[str, Unit], degree: int, last: bool) -> Iterator[Action]:
     if action.kind not in (Kind.F, Kind.B):
         return
-    segments = staged.stages[action.stage]
+    back = action.kind is Kind.B
+    segments = [
+        segment
+        for segment in (reversed(staged.stages[action.stage]) if back else staged.stages[action.stage])
+        if not back or staged.segmented.bodies[segment.body].backward is not None
+    ]
     completed = staged.completed(action.stage, degree) if last else {}
-    for segment in segments if action.kind is Kind.F else reversed(segments):
-        body = staged.segmented.bodies[segment.body]
-        if action.kind is Kind.B and body.backward is None:
-            continue
-        units = used_units(segment.parameters, homes)
-        for unit in units:
-            if unit.gathered(degree):
-                yield Action(Kind.GATHER, action.stage, action.microbatch, unit=unit.name)
-        if action.kind is Kind.B:
+    used = [used_units(segment.parameters, homes) for segment in segments]
+    gathers = [unit.name for units in used for unit in units if unit.gathered(degree)]
+    done = 0  # gathers that were begun: with the first use of all the next one too, and so on
+    for segment, units in zip(segments, used, strict=True):
+        for _ in (unit for unit in units if unit.gathered(degree)):
+            ahead = gathers[done : done + 1 + (done == 0)]
+            done += len(ahead)
+            yield from (Action(Kind.GATHER, action.stage, action.microbatch, unit=name) for name in ahead)
+        if back:
             graded = {unit.name for unit in used_units(segment.gradients, homes)}
             reduced = [unit for unit in units if unit.name in graded and unit.reduced_at_once(degree)]
             reduced += completed.get(segment.name, ())

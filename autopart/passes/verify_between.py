@@ -22,7 +22,7 @@ Position = tuple[int, int]
 Meeting: TypeAlias = tuple[Position, ...]
 """What happens at once on several ranks: a send and its receive, or one collective of all of a group."""
 
-COLLECTIVES = frozenset({"all_gather", "regather", "reduce_scatter", "all_reduce", "total", "everywhere"})
+COLLECTIVES = frozenset({"all_gather", "prefetch", "regather", "reduce_scatter", "all_reduce", "total", "everywhere"})
 
 
 def transfers(texts: Sequence[Text]) -> list[Meeting]:

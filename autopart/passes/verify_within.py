@@ -14,7 +14,8 @@ from autopart.ir.staged import Staged
 from autopart.ir.state import State, Unit
 from autopart.passes.verify_texts import Text, fault
 
-READS = ("parameters", "all_gather")
+GATHERED = ("all_gather", "gathered")
+READS = ("parameters", *GATHERED)
 
 Reduction: TypeAlias = tuple[str, str, tuple[int, ...]]
 """Of a unit's gradients: the call, the axis, and the stages that take part where they are named."""
@@ -82,10 +83,10 @@ def _check_reads(text: Text, needed: Sequence[Needs], state: State) -> None:
         holders = set(unit.stages) & ({event.within.stage} if event.within else set(text.stages))
         if not holders:
             raise fault("work", text.at(event), f"it is on stages {unit.stages}", "read the units of this stage")
-        if unit.gathered(degree) != (event.call == "all_gather"):
+        if unit.gathered(degree) != (event.call in GATHERED):
             kept, call = ("in parts", "all_gather") if unit.gathered(degree) else ("whole", "parameters")
             raise fault("work", text.at(event), f"each rank keeps it {kept}", f"read it with world.{call}")
-        if event.call == "all_gather" and event.axis != "dp":
+        if event.call in GATHERED and event.axis != "dp":
             raise fault("work", text.at(event), "its parts are on dp", 'name axis="dp"')
         if event.within is not None:
             seen[event.within].add(unit.name)

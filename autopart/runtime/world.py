@@ -14,7 +14,7 @@ from autopart.ir.mesh import Mesh
 from autopart.runtime.batch import Batch
 from autopart.runtime.measure import Log, Memory, Store
 from autopart.runtime.states import States
-from autopart.runtime.transport import Transport
+from autopart.runtime.transport import Pending, Transport
 
 
 class World:
@@ -34,6 +34,7 @@ class World:
         self.memory = Memory(states, (*buffers.values(), *batch.given()))
         self.log = Log()
         self.here = mesh.coordinate(transport.rank)
+        self._gathering: dict[str, Pending[torch.Tensor]] = {}
         self._begun: deque[tuple[int, Callable[[], None]]] = deque()
 
     # What outlives an action
@@ -64,12 +65,18 @@ class World:
         """The whole parameters of a unit that this rank keeps."""
         return self.states.whole[unit]
 
-    def all_gather(self, unit: str, *, axis: str) -> Sequence[torch.Tensor]:
-        """A unit's whole parameters, gathered from the parts for one use."""
-        found = self.states.units[unit]
-        gathered = self.transport.all_gather(self.states.packed(found), self._group(axis))
-        self.memory.transient(gathered.nbytes)
-        return self.states.unpacked(found, gathered)
+    def all_gather(self, unit: str, *, axis: str, then: str = "") -> Sequence[torch.Tensor]:
+        """A unit's whole parameters, gathered from the parts for one use; those of `then`, used next, begin to be."""
+        begun = self._gathering.pop(unit, None) or self._begin_gather(unit, axis)
+        gathered = begun.wait()
+        if then:
+            self._gathering[then] = self._begin_gather(then, axis)
+        ahead = self.states.units[then].wire_bytes(self.states.degree) if then else 0
+        self.memory.transient(gathered.nbytes + ahead)
+        return self.states.unpacked(self.states.units[unit], gathered)
+
+    def _begin_gather(self, unit: str, axis: str) -> Pending[torch.Tensor]:
+        return self.transport.begin_all_gather(self.states.packed(self.states.units[unit]), self._group(axis))
 
     def regather(self, unit: str, *, axis: str) -> None:
         """Refill the whole parameters that this rank keeps from the parts that the optimizer updated."""

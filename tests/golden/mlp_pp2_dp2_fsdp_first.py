@@ -70,7 +70,7 @@ def stage0_forward(world, batch, k):
     b, B = batch.sizes[k], batch.size
     x = batch.input("args[0]", k)
     saved = []
-    layers_0, kept = layers_0_forward(b, B, x, *world.all_gather("layers.0", axis="dp"))
+    layers_0, kept = layers_0_forward(b, B, x, *world.all_gather("layers.0", axis="dp", then="layers.1"))
     saved.append(kept)
     layers_1, kept = layers_forward(b, B, layers_0, *world.all_gather("layers.1", axis="dp"))
     saved.append(kept)
@@ -81,7 +81,9 @@ def stage0_backward(world, batch, k, saved, from_1):
     b, B = batch.sizes[k], batch.size
     # d_layers_1: float64[b, 8], Shard(0) on dp
     (d_layers_1,) = from_1
-    d_layers_1_v2, grads = layers_backward(b, B, d_layers_1, *saved.pop(), *world.all_gather("layers.1", axis="dp"))
+    d_layers_1_v2, grads = layers_backward(
+        b, B, d_layers_1, *saved.pop(), *world.all_gather("layers.1", axis="dp", then="layers.0"),
+    )
     world.reduce_scatter("layers.1", grads, axis="dp")
     grads = layers_0_backward(b, B, d_layers_1_v2, *saved.pop(), *world.all_gather("layers.0", axis="dp"))
     world.reduce_scatter("layers.0", grads, axis="dp")

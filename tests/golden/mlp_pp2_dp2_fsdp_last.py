@@ -79,11 +79,11 @@ def stage1_forward(world, batch, k, from_0):
     (layers_1,) = from_0
     y = batch.input("args[1]", k)
     saved = []
-    layers = layers_1
-    for i in range(2, 4):
-        layers, kept = layers_forward(b, B, layers, *world.all_gather(f"layers.{i}", axis="dp"))
-        saved.append(kept)
-    out, kept = out_forward(b, B, layers, y, *world.all_gather("out", axis="dp"))
+    layers_2, kept = layers_forward(b, B, layers_1, *world.all_gather("layers.2", axis="dp", then="layers.3"))
+    saved.append(kept)
+    layers_3, kept = layers_forward(b, B, layers_2, *world.all_gather("layers.3", axis="dp", then="out"))
+    saved.append(kept)
+    out, kept = out_forward(b, B, layers_3, y, *world.all_gather("out", axis="dp"))
     saved.append(kept)
     return out, saved
 
@@ -91,13 +91,15 @@ def stage1_forward(world, batch, k, from_0):
 def stage1_backward(world, batch, k, saved):
     b, B = batch.sizes[k], batch.size
     one = torch.ones((), dtype=torch.float64, device=DEVICE)
-    d_out, grads = out_backward(b, B, one, *saved.pop(), *world.all_gather("out", axis="dp"))
+    d_out, grads = out_backward(b, B, one, *saved.pop(), *world.all_gather("out", axis="dp", then="layers.3"))
     world.reduce_scatter("out", grads, axis="dp")
-    d_layers = d_out
-    for i in reversed(range(2, 4)):
-        d_layers, grads = layers_backward(b, B, d_layers, *saved.pop(), *world.all_gather(f"layers.{i}", axis="dp"))
-        world.reduce_scatter(f"layers.{i}", grads, axis="dp")
-    return (d_layers,)
+    d_layers_3, grads = layers_backward(
+        b, B, d_out, *saved.pop(), *world.all_gather("layers.3", axis="dp", then="layers.2"),
+    )
+    world.reduce_scatter("layers.3", grads, axis="dp")
+    d_layers_2, grads = layers_backward(b, B, d_layers_3, *saved.pop(), *world.all_gather("layers.2", axis="dp"))
+    world.reduce_scatter("layers.2", grads, axis="dp")
+    return (d_layers_2,)
 
 
 def step(world, batch):
