@@ -28,7 +28,8 @@ def edited(program: Program, pattern: str, replacement: str, *, ranks: tuple[int
 FAULTS = {
     "dropped all-reduce": ("mlp", {"dp": 2}, "ddp", r"^( +)world\.all_reduce\(.*$", r"\1pass"),
     "dropped regather": ("mlp", {"dp": 2}, "zero1", r"^( +)world\.regather\(.*$", r"\1pass"),
-    "a gradient reduced twice": ("mlp", {"dp": 2}, "ddp", r"^( +)(world\.all_reduce\(\"out\".*)$", r"\1\2\n\1\2"),
+    "a gradient added twice": ("mlp", {"dp": 2}, "ddp", r"^( +)(world\.accumulate\(\"out\".*)$", r"\1\2\n\1\2"),
+    "a reduction not waited for": ("mlp", {"dp": 2}, "zero1", r"^( +)world\.wait\(.*$", r"\1pass"),
     "mean over the microbatch": ("mlp", {"dp": 2}, "ddp", r"\b3 \* B\b", "3 * b"),
     "one microbatch twice": (
         "mlp",

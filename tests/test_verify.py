@@ -164,11 +164,13 @@ RECV = "        grads_1_0[k] = world.recv(edge_1_0(batch.sizes[k]), stage=0, sou
 SEND_BACK = "    world.send(grads_1_0.pop(0), stage=1, to=0, microbatch=0)\n"
 SEND_LAST = "    world.send(grads_1_0.pop(1), stage=1, to=0, microbatch=1)\n"
 TAKE_NEXT = "    acts_0_1[1] = world.recv(edge_0_1(batch.sizes[1]), stage=1, source=0, microbatch=1)\n"
-REDUCE_0 = '    world.all_reduce("layers.0", axis="dp")\n'
-REDUCE_1 = '    world.all_reduce("layers.1", axis="dp")\n'
-SCATTER_0 = '    world.reduce_scatter("layers.0", axis="dp")\n'
+REDUCE_0 = '    if last:\n        world.all_reduce("layers.0", axis="dp")\n'
+REDUCE_1 = '    if last:\n        world.all_reduce("layers.1", axis="dp")\n'
+SCATTER_0 = '    if last:\n        world.reduce_scatter("layers.0", axis="dp")\n'
+SCATTER_LATE = '    world.reduce_scatter("layers.0", axis="dp")\n'
+WAIT = "    world.wait()  # until the gradients that are being reduced are there\n"
+ADD_0 = '    world.accumulate("layers.0", grads)\n'
 ADD_1 = '    world.accumulate("layers.1", grads)\n'
-BACKWARDS = "    for k in range(2):\n        grads_1_0"
 LAST_BACKWARD = "        grads_1_0[1] = stage1_backward(world, batch, 1, saved_1.pop(1))\n"
 BEGIN_LAST = '    with world.action("B", stage=1, microbatch=1):\n'
 OTHER_HALF = "(world, batch, 0, saved_1.pop(1))"
@@ -211,8 +213,8 @@ OTHER_HALF = "(world, batch, 0, saved_1.pop(1))"
         ),
         pytest.param(
             [0],
-            [(REDUCE_0 + REDUCE_1, REDUCE_1 + REDUCE_0)],
-            'all_reduce of "layers.1".*at that point rank 1',
+            [(REDUCE_1, ""), (REDUCE_0, REDUCE_0 + REDUCE_1)],
+            'all_reduce of "layers.0".*at that point rank 1',
             id="order",
         ),
         pytest.param(
@@ -226,13 +228,12 @@ OTHER_HALF = "(world, batch, 0, saved_1.pop(1))"
         ),
         pytest.param(
             [0],
-            [(ADD_1, ADD_1.replace(".1", ".0")), (ADD_1.replace(".1", ".0") + "\n\ndef step", ADD_1 + "\n\ndef step")],
+            [(ADD_1, ADD_0), (ADD_0 + REDUCE_0, ADD_1 + REDUCE_0)],
             r"rule gradients: rank 0, .*not gradients that one layer",
             id="added to another",
         ),
-        pytest.param(
-            [0, 1], [(REDUCE_0, ""), (BACKWARDS, REDUCE_0 + BACKWARDS)], "gradients are added after it", id="early"
-        ),
+        pytest.param([0, 1], [(ADD_0 + REDUCE_0, REDUCE_0 + ADD_0)], "gradients are added after it", id="early"),
+        pytest.param([0], [(WAIT, "")], "rule gradients: rank 0, .*not waited for before the end", id="wait"),
         pytest.param([0], [("return (((b, 8)", "return (((b, 9)")], "rule text: rank 0, .*action 0B0", id="shape"),
         pytest.param([2], [("float64),)", "float32),)")], "rule (text|transfers): ", id="dtype"),
         pytest.param(
@@ -293,12 +294,27 @@ def test_faults_in_a_ddp_program(ranks: list[int], changes: list[tuple[str, str]
         ),
         ("zero2", [('reduce_scatter("layers.1", grads, axis="dp")', 'accumulate("layers.1", grads)')], "kept in parts"),
         ("zero2", [('    world.reduce_scatter("layers.1", grads, axis="dp")\n', "")], '"layers.1" are added 0 times'),
-        ("zero2", [("    loss = world.total", SCATTER_0 + "    loss = world.total")], '"layers.0" .* 1 times .*not 0'),
+        (
+            "zero2",
+            [("    loss = world.total", SCATTER_LATE + "    loss = world.total")],
+            '"layers.0" .* 1 times .*not 0',
+        ),
         (
             "fsdp",
-            [('all_gather("layers.1", axis="dp")', 'parameters("layers.1")')],
+            [('all_gather("layers.0", axis="dp", then="layers.1")', 'parameters("layers.0")')],
             "rule work: .*each rank keeps it in parts",
         ),
+        (
+            "fsdp",
+            [('"dp", then="layers.1")', '"dp", then="layers.0")')],
+            "'layers.1' is gathered where 'layers.0' was begun",
+        ),
+        (
+            "fsdp",
+            [('all_gather("layers.1", axis="dp"', 'all_gather("layers.1", axis="dp", then="layers.0"')],
+            "not used",
+        ),
+        ("fsdp", [(WAIT, "")], "not waited for before the end"),
         ("fsdp", [('    world.reduce_scatter("layers.1", grads, axis="dp")\n', "")], '"layers.1" are added 0 times'),
         (
             "ddp",
@@ -325,6 +341,7 @@ TIED = '    world.all_reduce("wte.weight", axis="pp", stages=(0, 2))\n'
     [
         ([0, 2], [(TIED, "")], 'rule gradients: rank 0, .*"wte.weight" go through all_reduce over pp among stages'),
         ([0, 2], [(TIED, TIED * 2)], '"wte.weight" .* 2 times .*line'),
+        ([0, 2], [(TIED + "    world.wait()\n", TIED)], "not waited for before the end"),
         ([0], [(TIED, TIED.replace("2", "1"))], "rule gradients: rank 0, .* over pp among stages .* 0 times .*0, 1"),
         (
             [0],
@@ -371,7 +388,8 @@ TOTAL = "    loss = world.total([], shape=(), dtype=torch.float64)\n"
 
 
 def test_a_deadlock_of_transfers_and_collectives_shows_the_cycle() -> None:
-    early = {0: [(TOTAL, ""), (BACKWARDS, TOTAL + BACKWARDS)]}
+    backwards = "    for k in range(2):\n        grads_1_0"
+    early = {0: [(TOTAL, ""), (backwards, TOTAL + backwards)]}
     refused(
         mlp("ddp"),
         early,
@@ -412,7 +430,7 @@ def test_edits_that_keep_the_rules_pass() -> None:
             whole, {0: [(SEND, SEND + "        print(end='')\n")], 1: [("    saved = []\n", "    saved = list()\n")]}
         )
     )
-    verify(edited(whole, {rank: [(REDUCE_0 + REDUCE_1, REDUCE_1 + REDUCE_0)] for rank in (0, 1)}))
+    verify(edited(whole, {rank: [(REDUCE_1, ""), (REDUCE_0, REDUCE_0 + REDUCE_1)] for rank in (0, 1)}))
 
 
 PROGRAMS = {

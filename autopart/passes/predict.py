@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from math import ceil
 
 from autopart.ir.action import Action, Kind, Scheduled
@@ -156,24 +157,31 @@ def _rank_memory(
 
     trained = [unit for unit in units if unit.trainable]
     updated = sum(held(unit, unit.held_in_parts(degree)) for unit in trained)
-    segments = [segment for stage, place in enumerate(places) if place == column for segment in staged.stages[stage]]
+    stages = [stage for stage, place in enumerate(places) if place == column]
+    segments = [segment for stage in stages for segment in staged.stages[stage]]
     sizes = pieces(pieces(plan.batch, degree)[part], plan.microbatches)
     return StageMemory(
         parameters=sum(held(unit, unit.gathered(degree)) for unit in units),
         optimizer=ceil(optimizer_ratio * updated),
         gradients=sum(held(unit, unit.reduced_at_once(degree)) for unit in trained),
         activations=peak_activations(staged, scheduled, column, sizes, whole=degree * plan.microbatches == 1),
-        transient=max(_transients(segments, units, degree), default=0),
+        transient=_transient(segments, units, degree) + _padding(staged, stages, degree),
     )
 
 
-def _transients(segments: Sequence[Segment], units: Sequence[Unit], degree: int) -> Iterator[int]:
-    """Of each segment: gathered parameters with those of a neighbour, whole gradients with those still on their way."""
+def _transient(segments: Sequence[Segment], units: Sequence[Unit], degree: int) -> int:
+    """Parameters gathered for a segment, and for the next that gathers any; whole gradients that two units have on their
+    way, the last of a microbatch and the first of the next one too.
+    """
     home = {parameter.target: unit for unit in units for parameter in unit.parameters}
     used = [{home[target].name: home[target] for target in each.parameters}.values() for each in segments]
     gathered = [sum(u.wire_bytes(degree) for u in row if u.gathered(degree)) for row in used]
-    reduced = [sum(u.wire_bytes(degree) for u in row if u.reduced_at_once(degree)) for row in used]
-    for i in range(len(segments)):
-        before, after = max(i - 1, 0), min(i + 1, len(segments) - 1)
-        ahead = max(gathered[before] if before < i else 0, gathered[after] if after > i else 0)
-        yield gathered[i] + ahead + reduced[i] + (reduced[after] if after > i else 0)
+    reduced = [u.wire_bytes(degree) for row in used for u in row if u.reduced_at_once(degree)]
+    ahead = max((a + b for a, b in pairwise([*filter(None, gathered), 0])), default=0)
+    return ahead + max((a + b for a, b in pairwise([*reduced, *reduced[:1]])), default=0)
+
+
+def _padding(staged: Staged, stages: Sequence[int], degree: int) -> int:
+    """Bytes on the wire beyond the gradients themselves, of those that are reduced to parts once a step."""
+    completed = [unit for s in stages for row in staged.completed(s, degree).values() for unit in row]
+    return sum(unit.wire_bytes(degree) - unit.nbytes for unit in completed if unit.updated_in_parts(degree))

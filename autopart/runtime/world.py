@@ -119,6 +119,7 @@ class World:
     def wait(self) -> None:
         """Until every reduction that was begun is done, and its result among the gradients."""
         self._finish(all_but=0)
+        self.memory.sample()
 
     def _begin(self, buffer: torch.Tensor, finish: Callable[[], None]) -> None:
         self._begun.append((buffer.nbytes, finish))
