@@ -170,8 +170,9 @@ def _rank_memory(
 
 
 def _transient(segments: Sequence[Segment], units: Sequence[Unit], degree: int) -> int:
-    """Parameters gathered for a segment, and for the next that gathers any; whole gradients that two units have on their
-    way, the last of a microbatch and the first of the next one too.
+    """Parameters gathered for a segment, and for the next that gathers any; whole gradients of two units on their way.
+
+    Two units follow each other within a microbatch, or from the end of one to the beginning of the next.
     """
     home = {parameter.target: unit for unit in units for parameter in unit.parameters}
     used = [{home[target].name: home[target] for target in each.parameters}.values() for each in segments]

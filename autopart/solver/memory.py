@@ -46,7 +46,7 @@ class MemoryModel:
         held += [self._held(i, t.nbytes, t.nbytes * t.trainable) for i, t in first.values()]
         parameters, optimizer, gradients = (sum(column) for column in zip(*held, strict=True))
         saved = sum(self.segments[i].saved_bytes for i in range(start, stop))
-        transient = max(self._transient(i) for i in range(start, stop))
+        transient = sum(sorted(self._transient(i) for i in range(start, stop))[-2:])
         return StageMemory(parameters, optimizer, gradients, saved * flight, transient)
 
     def resident(self) -> tuple[tuple[int, ...], ...]:
@@ -55,15 +55,15 @@ class MemoryModel:
 
     def _growing(self, start: int) -> Iterator[int]:
         """The bytes of the stages that begin at `start`, one segment longer each time."""
-        held, transient, seen = 0, 0, set[str]()
+        held, largest, seen = 0, [0], set[str]()
         for i in range(start, len(self.segments)):
             held += sum(self._held(i, *self._own(i)))
             for tied in self.segments[i].tied:
                 if tied.name not in seen:
                     held += sum(self._held(i, tied.nbytes, tied.nbytes * tied.trainable))
                     seen.add(tied.name)
-            transient = max(transient, self._transient(i))
-            yield held + transient
+            largest = sorted([*largest, self._transient(i)])[-2:]
+            yield held + sum(largest)
 
     def _own(self, i: int) -> tuple[int, int]:
         """Parameter and trainable bytes of segment i that no other segment uses."""
@@ -86,6 +86,7 @@ class MemoryModel:
         return size if mode is Mode.REPLICATED else -(-size // self.degree)
 
     def _transient(self, i: int) -> int:
+        """The buffers of segment i: of two segments at a time, as one is gathered or reduced beside the other."""
         if self.degree == 1:
             return 0
         modes, segment = self.modes[i], self.segments[i]
