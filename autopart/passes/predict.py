@@ -19,6 +19,7 @@ from autopart.ir.staged import Staged
 from autopart.ir.state import Unit
 from autopart.ir.traffic import COLLECTIVES, sent_bytes
 from autopart.passes.activations import peak_activations
+from autopart.passes.costs import recomputed
 from autopart.passes.schedule import with_collectives
 
 Sent = tuple[tuple[str, int], ...]
@@ -133,7 +134,8 @@ def predict_memory(
 
     `optimizer_ratio` is bytes of optimizer state per byte of trainable parameter. Activations are the most that is kept
     between two actions: what is saved for the backwards to come, and edges not yet sent or used. `transient` is the
-    largest segment's gathered parameters and whole gradients, where these become parts at once.
+    largest segment's gathered parameters and whole gradients, where these become parts at once, and the activations
+    that its backward recomputes.
     """
     columns = [
         _rank_memory(staged, scheduled, plan, column, part, optimizer_ratio) for column in range(len(scheduled.table))
@@ -159,13 +161,16 @@ def _rank_memory(
         optimizer=ceil(optimizer_ratio * updated),
         gradients=sum(held(unit, unit.reduced_at_once(degree)) for unit in trained),
         activations=peak_activations(staged, scheduled, column, sizes, whole=degree * plan.microbatches == 1),
-        transient=max(_transients(segments, units, degree), default=0),
+        transient=max(_transients(staged, segments, units, degree, max(sizes)), default=0),
     )
 
 
-def _transients(segments: Sequence[Segment], units: Sequence[Unit], degree: int) -> Iterator[int]:
+def _transients(
+    staged: Staged, segments: Sequence[Segment], units: Sequence[Unit], degree: int, batch: int
+) -> Iterator[int]:
+    again = [sum(value.nbytes(batch) for value in recomputed(body)) for body in staged.segmented.bodies]
     home = {parameter.target: unit for unit in units for parameter in unit.parameters}
     for segment in segments:
         used = {home[target].name: home[target] for target in segment.parameters}.values()
         gathered = sum(u.padded(degree) * degree * u.dtype.itemsize for u in used if u.gathered(degree))
-        yield gathered + sum(u.nbytes for u in used if u.reduced_at_once(degree))
+        yield gathered + sum(u.nbytes for u in used if u.reduced_at_once(degree)) + again[segment.body]

@@ -1,9 +1,9 @@
 """What a stage holds, by state, and the collectives that its placement implies: one rule a mode, for each segment.
 
 A state of |s| bytes takes |s| where it is replicated over N data ranks and ceil(|s| / N) where it is sharded, with or
-without gather. On top come, for the largest segment of the stage, its gathered parameters (sharded-with-gather) and its
-whole gradient before that is reduced to a part (sharded gradients). Activations are what one microbatch saves, times
-those in flight. A parameter that several segments of a stage use is held once.
+without gather. On top come, for the largest segment of the stage, its gathered parameters (sharded-with-gather), its
+whole gradient before that is reduced to a part (sharded gradients) and the activations that it recomputes. Activations
+are what one microbatch saves, times those in flight. A parameter that several segments of a stage use is held once.
 """
 
 from __future__ import annotations
@@ -86,11 +86,12 @@ class MemoryModel:
         return size if mode is Mode.REPLICATED else -(-size // self.degree)
 
     def _transient(self, i: int) -> int:
-        if self.degree == 1:
-            return 0
         modes, segment = self.modes[i], self.segments[i]
+        if self.degree == 1:
+            return segment.recomputed_bytes
         gathered = segment.parameter_bytes if modes.parameters is Mode.GATHERED else 0
-        return gathered + (segment.trainable_bytes if modes.gradients is Mode.SHARDED else 0)
+        whole = segment.trainable_bytes if modes.gradients is Mode.SHARDED else 0
+        return gathered + whole + segment.recomputed_bytes
 
 
 def exchanges(segment: SegmentNumbers, modes: Modes, microbatches: int) -> Iterator[tuple[str, int, int]]:
