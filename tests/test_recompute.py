@@ -208,7 +208,8 @@ def _products() -> Any:
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_a_users_checkpoint_is_a_region_of_the_plan(reentrant: bool) -> None:
+def test_f055_a_users_checkpoint_is_a_region_of_the_plan(reentrant: bool) -> None:
+    """Reentrant or not, it is neither lost nor without gradients: whole blocks here, so the plan names them."""
     torch.manual_seed(0)
     model, ids = Checkpointed(Block, reentrant).double(), torch.randint(0, 32, (4, 8))
     args = (ids, ids.flip(0))
