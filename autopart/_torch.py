@@ -11,6 +11,7 @@ import torch
 import torch.utils._pytree as pytree
 
 __all__ = [
+    "CheckpointFound",
     "IncompatibleKeys",
     "OpOverload",
     "data_dependent",
@@ -25,6 +26,7 @@ __all__ = [
     "joint_graph",
     "pytree",
     "quiet",
+    "without_checkpoints",
 ]
 
 OpOverload = torch._ops.OpOverload
@@ -88,6 +90,32 @@ def joint_graph(
         exported = aot_export_joint_with_descriptors(stack, module, args, decompositions=decompositions)
         graph: torch.fx.GraphModule = exported.graph_module
         return graph
+
+
+class CheckpointFound(Exception):
+    """Raised by a call of ``torch.utils.checkpoint.checkpoint`` in `without_checkpoints`."""
+
+
+@contextlib.contextmanager
+def without_checkpoints() -> Iterator[None]:
+    """In which checkpointed code raises `CheckpointFound`, which a trace of the module itself would read through."""
+    from torch.utils import checkpoint as module
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise CheckpointFound
+
+    refusing = {
+        "CheckpointFunction": type("CheckpointFunction", (), {"apply": staticmethod(refuse)}),
+        "_checkpoint_without_reentrant_generator": refuse,
+    }
+    before = {name: getattr(module, name) for name in refusing}
+    try:
+        for name, value in refusing.items():
+            setattr(module, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(module, name, value)
 
 
 def is_traced(tensor: torch.Tensor) -> bool:

@@ -196,6 +196,10 @@ BAD = [
     ({"placement": Placement((("tp", Modes()),))}, ValueError, "placement: modes on tp are not planned yet"),
     ({"schedule": "zbv"}, ValueError, "schedule: .*'zbv'; known are gpipe, 1f1b"),
     ({"memory": "lots"}, ValueError, "memory: cannot read 'lots'"),
+    ({"recompute": "h.3"}, TypeError, "recompute: expected True, False or a list of module names, not 'h.3'"),
+    ({"recompute": 3}, TypeError, "recompute: expected True, False"),
+    ({"recompute": ["h.33"]}, ValueError, r"recompute: no segment is called 'h\.33'.*, such as h\.3"),
+    ({"recomputed": gpt(3)}, ValueError, "recomputed: expected the costs of"),
     ({"optimizer_ratio": -1}, ValueError, "optimizer_ratio"),
     ({"optimizer_ratio": "adamw"}, TypeError, "optimizer_ratio"),
     ({"costs": []}, ValueError, "costs: at least one segment"),
@@ -213,6 +217,36 @@ def test_bad_arguments_are_named(pins: dict[str, object], error: type[Exception]
 def test_small_batches_take_stages() -> None:
     plan = choose(gpt(), batch=1, devices=4, cluster=CLUSTER)
     assert (dict(plan.mesh.axes), plan.microbatches) == ({"pp": 4, "dp": 1}, 1)
+
+
+def frugal() -> list[SegmentCost]:
+    """The segments of `gpt` when recomputed: layers keep an eighth and take longer, the ends keep no less."""
+    return [
+        layer(c.name, saved=MIB // 8, backward_flops=3 * 10**6 * B, recomputed_bytes=MIB * B) if "h." in c.name else c
+        for c in gpt()
+    ]
+
+
+def test_recomputation_by_name_or_where_nothing_fits_without() -> None:
+    layers = tuple(f"h.{i}" for i in range(8))
+    pins = {"batch": 16, "devices": 2, "mesh": {"pp": 2}, "cluster": CLUSTER, "microbatches": 2, "schedule": "gpipe"}
+
+    def chosen(**more: object) -> Plan:
+        return choose(gpt(), recomputed=frugal(), **pins, **more)
+
+    free, everything, named = chosen(), chosen(recompute=True), chosen(recompute=["h.2", "head"])
+    assert (free.recompute, everything.recompute, named.recompute) == ((), layers, ("h.2", "head"))
+    assert free.prediction.step_seconds < named.prediction.step_seconds < everything.prediction.step_seconds
+    peak = [max(stage.total for stage in plan.prediction.memory) for plan in (free, everything)]
+    assert [stage.transient for stage in everything.prediction.memory] == [8 * MIB, 8 * MIB]
+    assert peak[1] < peak[0]
+    assert chosen(memory=peak[0]).recompute == ()
+    assert chosen(memory=peak[1]).recompute == layers
+    with pytest.raises(PlanInfeasible, match=r"without recomputing: .* It fits with: .*recompute=True"):
+        chosen(memory=peak[1], recompute=False)
+    with pytest.raises(PlanInfeasible) as refusal:
+        chosen(memory=peak[1] // 2)
+    assert "recomputing: stage" in str(refusal.value) and "recompute=True" not in str(refusal.value)
 
 
 def test_infeasible_says_what_needs_what_and_what_would_fit() -> None:

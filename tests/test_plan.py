@@ -35,7 +35,7 @@ def plans(draw: st.DrawFn) -> Plan:
         placements=((draw(TEXT), draw(PLACEMENTS)), ("*", draw(PLACEMENTS))),
         schedule=draw(st.sampled_from(["gpipe", "1f1b"])),
         microbatches=microbatches,
-        recompute=tuple(draw(st.lists(TEXT, max_size=2))),
+        recompute=tuple(draw(st.lists(st.sampled_from([f"a.{k}" for k in range(pp)]), max_size=2, unique=True))),
         batch=dp * microbatches + draw(st.integers(0, 3)),
         prediction=Prediction(
             draw(SECONDS),
@@ -108,6 +108,7 @@ def test_files_round_trip(tmp_path: Path) -> None:
         (["plan", "mesh", "axes"], [["pp", 2], ["dp", -2]], "plan.mesh: mesh: the size of 'dp'"),
         (["plan", "mesh", "axes"], [["pp", 4]], "2 stages on a mesh of pp=4"),
         (["plan", "mesh", "axes"], [["pp", 2, 2]], "expected a list of 2 items, got 3"),
+        (["plan", "recompute"], ["h.1", "h.3"], "recompute names 'h.3', but the segments are"),
         (["plan", "placements"], [], "last placement pattern"),
         (["plan", "placements", 1, 1, "axes", 0, 1, "optimizer"], "X", "expected one of R, S, S[*], M, O"),
         (["plan", "placements", 1, 1, "axes", 0, 1, "optimizer"], [], "expected one of R, S, S[*], M, O"),
@@ -128,6 +129,12 @@ def test_tampered_files_are_refused(path: list[str | int], value: object, messag
     with pytest.raises(ValueError, match=message) as refusal:
         Plan.load(file)
     assert str(file) in str(refusal.value)
+
+
+def test_text_names_runs_of_recomputed_segments() -> None:
+    plan = replace(example(), recompute=("embed", "h.1", "h.2", "head"))
+    assert "recompute embed, h.1 .. head\n" in plan.summary()
+    assert plan.diff(example()) == "recompute: embed, h.1, h.2, head -> nothing"
 
 
 def test_missing_fields_and_other_files_are_refused(tmp_path: Path) -> None:

@@ -23,10 +23,11 @@ from autopart.ir.program import Program
 from autopart.ir.segmented import Segmented
 from autopart.ir.staged import Staged
 from autopart.ir.traffic import sent_bytes
-from autopart.passes.costs import costs
+from autopart.passes.costs import costs, recomputed
 from autopart.passes.emit import emit
 from autopart.passes.normalise import normalise
 from autopart.passes.predict import predict_memory, predict_traffic, with_memory, with_traffic
+from autopart.passes.recompute import recompute
 from autopart.passes.schedule import schedule
 from autopart.passes.segment import segment
 from autopart.passes.shard import shard
@@ -104,7 +105,14 @@ class Case:
     program: Program
 
 
-def case(name: str, mesh: dict[str, int], placement: str, order: str = "1f1b", microbatches: int = 1) -> Case:
+def case(
+    name: str,
+    mesh: dict[str, int],
+    placement: str,
+    order: str = "1f1b",
+    microbatches: int = 1,
+    again: tuple[str, ...] = (),
+) -> Case:
     found = sample(name)
     sizes, names = Mesh.of(mesh), [s.name for s in found.segmented.segments]
     stages = sizes.degree("pp")
@@ -115,7 +123,7 @@ def case(name: str, mesh: dict[str, int], placement: str, order: str = "1f1b", m
         placements=(("*", Placement.preset(placement)),),
         schedule=order,
         microbatches=microbatches,
-        recompute=(),
+        recompute=again,
         batch=found.call.batch,
         prediction=Prediction(0.0, 0.0, (0.0,) * stages, (StageMemory(),) * stages),
         optimality="",
@@ -126,7 +134,7 @@ def case(name: str, mesh: dict[str, int], placement: str, order: str = "1f1b", m
 
 
 def lowered(found: Sample, plan: Plan) -> Case:
-    staged = split(shard(found.segmented), plan)
+    staged = split(shard(recompute(found.segmented, plan.recompute)), plan)
     scheduled = schedule(staged, plan)
     return Case(found, plan, staged, scheduled, emit(staged, scheduled, plan))
 
@@ -194,6 +202,31 @@ def test_counted_and_predicted_are_equal(
     name: str, mesh: dict[str, int], placement: str, order: str, microbatches: int
 ) -> None:
     check(case(name, mesh, placement, order, microbatches))
+
+
+@pytest.mark.parametrize("order", ["gpipe", "1f1b"])
+@pytest.mark.parametrize(
+    ("name", "mesh", "placement", "every"),
+    [("gpt", {"pp": 2}, "ddp", 1), ("gpt", {"pp": 2, "dp": 2}, "fsdp", 2), ("half frozen", {"pp": 3}, "ddp", 1)],
+)
+def test_what_is_recomputed_is_not_kept(
+    name: str, mesh: dict[str, int], placement: str, every: int, order: str
+) -> None:
+    """All segments, or every second one; what the backward makes again counts as transient, for the largest segment."""
+    again = tuple(item.name for item in sample(name).segmented.segments)[::every]
+    made, plain = case(name, mesh, placement, order, 3, again), case(name, mesh, placement, order, 3)
+    check(made)
+    before, after = (predict_memory(c.staged, c.scheduled, c.plan) for c in (plain, made))
+    assert predicted_traffic(made) == predicted_traffic(plain)
+    assert after[0].activations < before[0].activations or name == "half frozen"
+    extra = [
+        max(sum(v.nbytes(size) for v in recomputed(made.staged.segmented.bodies[s.body])) for s in stage)
+        for stage in made.staged.stages
+        for size in (-(-made.plan.batch // (3 * made.plan.mesh.degree("dp"))),)
+    ]
+    assert max(extra) > 0
+    if placement == "ddp":
+        assert [stage.transient for stage in after] == extra
 
 
 @pytest.mark.parametrize("order", ["gpipe", "1f1b"])

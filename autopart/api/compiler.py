@@ -21,6 +21,7 @@ from autopart.passes.costs import costs
 from autopart.passes.emit import emit
 from autopart.passes.normalise import normalise
 from autopart.passes.predict import with_memory, with_traffic
+from autopart.passes.recompute import recompute, with_regions
 from autopart.passes.schedule import schedule as scheduled
 from autopart.passes.segment import segment
 from autopart.passes.shard import shard
@@ -43,15 +44,18 @@ def solve(segmented: Segmented, **pins: Unpack[Pins]) -> Plan:
     """solve: the plan for a segmented step, with its predictions."""
     captured = segmented.captured
     _check_patterns(pins.get("placement"), captured)
-    chosen = choose(costs(segmented), batch=captured.batch, fingerprint=fingerprint(captured), **pins)
-    staged = split(shard(segmented), chosen)
+    again = costs(recompute(segmented, [segment.name for segment in segmented.segments]))
+    plain = costs(recompute(segmented))
+    chosen = choose(plain, recomputed=again, batch=captured.batch, fingerprint=fingerprint(captured), **pins)
+    chosen = with_regions(chosen, segmented)
+    staged = split(shard(recompute(segmented, chosen.recompute)), chosen)
     lowered = scheduled(staged, chosen)
     return with_memory(with_traffic(chosen, staged, lowered), staged, lowered)
 
 
 def lower(segmented: Segmented, plan: Plan, *, state: State | None = None, check: bool = True) -> Program:
-    """shard, split, schedule, emit and verify."""
-    staged = split(shard(segmented), plan, state=state)
+    """recompute, shard, split, schedule, emit and verify."""
+    staged = split(shard(recompute(segmented, plan.recompute)), plan, state=state)
     bodies = Bodies()
     program = emit(staged, scheduled(staged, plan), plan, bodies=bodies)
     if check:
@@ -99,8 +103,8 @@ def plan(
 ) -> Plan:
     """The plan for a training step of ``model(*args, **kwargs)``: what is not pinned is chosen.
 
-    The pins are `cluster`, `devices`, `mesh`, `stages`, `placement`, `schedule`, `microbatches` and `memory`; see
-    `solver.choose`. No process group and no memory for weights is needed: parameters may be fake (with
+    The pins are `cluster`, `devices`, `mesh`, `stages`, `placement`, `schedule`, `microbatches`, `memory` and
+    `recompute`; see `solver.choose`. No process group and no memory for weights is needed: parameters may be fake (with
     ``capture="direct"``). Raises PlanInfeasible, with what binds and what would lift it, where nothing fits; ValueError
     or TypeError for a bad argument.
     """

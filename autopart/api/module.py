@@ -160,6 +160,7 @@ def parallelize(
     schedule: str | None = None,
     microbatches: int | None = None,
     memory: str | int | None = None,
+    recompute: bool | Sequence[str] | None = None,
 ) -> Any:
     """Train an ordinary module on many devices with an unchanged loop.
 
@@ -168,10 +169,13 @@ def parallelize(
 
     Under torchrun every process is a rank, and parameters become its parts at the first call. Without it, `devices`
     ranks run inside this process and the module's parameters stay whole. What is not pinned (`mesh`, `stages`,
-    `placement`, `schedule`, `microbatches`) is solved for at the first call; `plan` pins everything; a Program there,
-    which may have been edited, is verified and run. `loss_fn(output, target)` serves modules that return outputs
-    (`train_step`). `batch` maps input names to their batch dim, or None for inputs that are not split. `memory` is
-    the limit per device, such as ``"16GiB"``. `capture` is "compile" (through torch.compile) or "direct".
+    `placement`, `schedule`, `microbatches`, `recompute`) is solved for at the first call; `plan` pins everything; a
+    Program there, which may have been edited, is verified and run. `loss_fn(output, target)` serves modules that
+    return outputs (`train_step`). `batch` maps input names to their batch dim, or None for inputs that are not split.
+    `memory` is the limit per device, such as ``"16GiB"``. `recompute` says what the backward computes again instead of
+    keeping it: modules by name, or True for all; by default everything if nothing fits otherwise, False for never.
+    What the model puts into ``torch.utils.checkpoint`` is recomputed in any case. `capture` is "compile" (through
+    torch.compile) or "direct".
 
     Raises TypeError or ValueError for bad arguments at once; CaptureError or PlanInfeasible at the first call.
     """
@@ -190,6 +194,7 @@ def parallelize(
         schedule=schedule,
         microbatches=microbatches,
         memory=memory,
+        recompute=recompute,
     )
     if model_or_class is None:
         return lambda target: _parallelized(target, options)

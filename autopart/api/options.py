@@ -32,6 +32,7 @@ class Options:
     schedule: str | None = None
     microbatches: int | None = None
     memory: str | int | None = None
+    recompute: bool | Sequence[str] | None = None
 
     def __post_init__(self) -> None:
         _whole("devices", self.devices)
@@ -58,6 +59,8 @@ class Options:
             _one_of("schedule", self.schedule, tuple(family.name for family in names()))
         if isinstance(self.stages, str | bool):
             raise TypeError(f"stages: expected a count or module names where a stage begins, not {self.stages!r}")
+        if isinstance(self.recompute, str):
+            raise TypeError(f"recompute: expected True, False or a list of module names, not {self.recompute!r}")
 
     def axes(self) -> Mesh:
         """The pinned mesh."""
@@ -102,6 +105,7 @@ class Options:
             "schedule": self.schedule,
             "microbatches": self.microbatches,
             "memory": self.memory,
+            "recompute": self.recompute,
         }
 
 

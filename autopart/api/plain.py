@@ -17,6 +17,10 @@ MANY = 64
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
+REDUNDANT = {("transformers", "make_inputs_require_grads"), ("peft", "make_inputs_require_grads")}
+"""Hooks by (package, name) that compute nothing: these make gradients flow through eager's reentrant checkpoints, which
+``gradient_checkpointing_enable()`` turns on. In a captured graph they flow anyway."""
+
 
 @contextlib.contextmanager
 def as_plain(model: torch.nn.Module, plain: type[torch.nn.Module]) -> Iterator[None]:
@@ -70,7 +74,8 @@ def check_hooks(model: torch.nn.Module, policy: str) -> None:
     if policy == "ignore":
         return
     for name, part in model.named_modules():
-        if name and any(part.__dict__.get(kind) for kind in HOOKS):
+        hooks = [hook for kind in HOOKS for hook in part.__dict__.get(kind, {}).values()]
+        if name and not all(_redundant(hook) for hook in hooks):
             raise CaptureError(
                 f"{name} has hooks, which would not run: its operations run inside the generated program; "
                 "remove them, or pass hooks='ignore' to parallelize"
@@ -80,3 +85,7 @@ def check_hooks(model: torch.nn.Module, policy: str) -> None:
             raise CaptureError(
                 f"parameter {name} has gradient hooks, which would not run; remove them, or pass hooks='ignore'"
             )
+
+
+def _redundant(hook: Any) -> bool:
+    return (str(getattr(hook, "__module__", "")).split(".")[0], getattr(hook, "__name__", "")) in REDUNDANT

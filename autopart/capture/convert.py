@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
+from torch.utils.checkpoint import CheckpointPolicy
 
 from autopart.capture.annotate import is_user_file
 from autopart.capture.call import Call
@@ -71,6 +72,8 @@ class _Merge:
         self.named = self._output_names()
         self.held: dict[tuple[str, str], Input] = {}
         self.primals: dict[Any, tuple[str, str]] = {}  # by descriptor
+        self.regions: dict[Any, int] = {}  # by torch's number of the checkpoint call
+        self.region_of: dict[int, int] = {}  # by autograd's sequence number
         self._bind_inputs()
 
     def _pairs(self) -> list[tuple[torch.fx.Node, torch.fx.Node]]:
@@ -202,7 +205,19 @@ class _Merge:
             module=module_path(a),
             source=source(a),
             sequence=int(a.meta.get("seq_nr", -1)),
+            region=self.region(a, backward),
         )
+
+    def region(self, node: torch.fx.Node, backward: bool) -> int:
+        """The user's checkpoint call, numbered from 0; the first node of a sequence number is the one autograd saw."""
+        sequence = int(node.meta.get("seq_nr", -1))
+        if backward:
+            return self.region_of.get(sequence, -1)
+        found = -1
+        if node.meta.get("recompute") in (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE):
+            found = self.regions.setdefault(node.meta.get("ac_graph_id"), len(self.regions))
+        self.region_of.setdefault(sequence, found)
+        return found
 
     def value(self, a: torch.fx.Node, b: torch.fx.Node) -> Value:
         one, two = a.meta["val"], b.meta["val"]

@@ -6,6 +6,7 @@ nodes too.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +16,8 @@ from autopart import _torch
 from autopart.capture.annotate import SourceLines, module_names
 from autopart.capture.call import Call
 from autopart.capture.guard import changes, reassigned_buffer
-from autopart.capture.trace import Names, Trace, find_loss, flatten_result, held_tensor, joint, plain_leaf
+from autopart.capture.trace import Names, Trace, find_loss, flatten_result, held_tensor, joint, plain_leaf, where
+from autopart.errors import CaptureError
 
 
 class _Flat(torch.nn.Module):
@@ -74,8 +76,15 @@ def trace(module: torch.nn.Module, call: Call, loss_fn: Callable[..., Any] | Non
     flat = _Flat(module, call, run)
     tensors = tuple(tensor for _, tensor in call.tensors)
     held = dict(flat.named_parameters(remove_duplicate=False)) | dict(flat.named_buffers(remove_duplicate=False))
-    with _torch.exporting(), torch.fx.traceback.preserve_node_meta(), module_names(module):
-        graph = joint(flat, tensors, module)
+    regions = _torch.without_checkpoints() if torch.is_grad_enabled() else contextlib.nullcontext()
+    try:
+        with regions, _torch.exporting(), torch.fx.traceback.preserve_node_meta(), module_names(module):
+            graph = joint(flat, tensors, module)
+    except _torch.CheckpointFound as error:
+        raise CaptureError(
+            f"{where(error, module)}: torch.utils.checkpoint is not seen by capture='direct'; use capture='compile', "
+            "or leave it out and name the modules in recompute="
+        ) from error
     inputs = tuple(_input(node.meta["desc"], held, call, names) for node in graph.graph.nodes if _primal(node))
     return Trace(graph, call.batch, inputs, flat.outputs, flat.result, flat.tree, flat.training_loss)
 

@@ -70,6 +70,7 @@ def _backward(item: Layout, name: str, doc: str) -> list[str]:
         ", ".join(returned) or "None",
         doc=f"Backward of {doc}.",
         prefix=item.segment.name.split("@")[0],
+        recomputes=any(not node.backward for node in item.body.backward.nodes),
     )
 
 

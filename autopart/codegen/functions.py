@@ -21,16 +21,21 @@ def function(
     doc: str,
     prefix: str = "",
     batch: str = "b",
+    recomputes: bool = False,
 ) -> list[str]:
     """The lines of ``def name(formals)``.
 
     A comment names the module (its path after `prefix`) and the user's line where they change; values that are not
-    needed any more are deleted at the end of such a group. `batch` is the source for the microbatch's size.
+    needed any more are deleted at the end of such a group. `batch` is the source for the microbatch's size. Where a
+    backward `recomputes`, a comment heads the forward's nodes in it, and what follows them.
     """
     lines = [*call(f"def {name}", formals, ":"), f'    """{doc}"""']
     last = _last_uses(nodes, result)
-    position = 0
+    position, backward = 0, True
     for group in _groups(nodes):
+        if recomputes and backward != group[0].backward:
+            backward = group[0].backward
+            lines.append(f"    # {'backward' if backward else 'recomputed'}")
         comment = _comment(group[0], prefix)
         lines += [f"    {comment}"] if comment else []
         lines += ["    " + line for node in group for line in statement(node, batch)]
@@ -130,12 +135,16 @@ def _filled(items: Sequence[str], indent: str) -> list[str]:
 def _groups(nodes: Sequence[Node]) -> Iterable[list[Node]]:
     group: list[Node] = []
     for node in nodes:
-        if group and (node.module, node.source) != (group[0].module, group[0].source):
+        if group and _place(node) != _place(group[0]):
             yield group
             group = []
         group.append(node)
     if group:
         yield group
+
+
+def _place(node: Node) -> tuple[str, str, bool]:
+    return node.module, node.source, node.backward
 
 
 def _comment(node: Node, prefix: str) -> str:

@@ -11,7 +11,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import sympy
 
-EXPRESSIONS = ("forward_flops", "backward_flops", "forward_bytes", "backward_bytes", "saved_bytes", "boundary_bytes")
+EXPRESSIONS = (
+    "forward_flops",
+    "backward_flops",
+    "forward_bytes",
+    "backward_bytes",
+    "saved_bytes",
+    "boundary_bytes",
+    "recomputed_bytes",
+)
 """The fields of a cost that depend on the microbatch size."""
 
 
@@ -50,6 +58,7 @@ class SegmentCost:
     saved_bytes: sympy.Expr  # activations kept from forward to backward
     boundary_bytes: sympy.Expr  # values that flow in from earlier segments
     tied: tuple[Tied, ...] = ()
+    recomputed_bytes: sympy.Expr = 0  # activations that the backward makes again, alive while it runs
 
     def __post_init__(self) -> None:
         if not 0 <= self.trainable_bytes <= self.parameter_bytes:
@@ -90,6 +99,7 @@ class SegmentNumbers:
     parameter_bytes: int
     trainable_bytes: int
     tied: tuple[Tied, ...] = ()
+    recomputed_bytes: int = 0
 
     def __post_init__(self) -> None:
         for field in fields(self):

@@ -119,6 +119,7 @@ class Node:
     module: str  # dotted path of the user's module whose call made this node, "" at the root
     source: str  # 'file.py:12  code', or "" when unknown
     sequence: int = -1  # autograd's sequence number: a backward node carries that of its forward node
+    region: int = -1  # the user's checkpoint call that it, or for a backward node its forward, was made in; -1: none
     opname: str = field(init=False, repr=False, compare=False)  # the operator as ``aten.mm.default``
     form: Form = field(init=False, repr=False, compare=False)
     _reads: tuple[str, ...] = field(init=False, repr=False, compare=False)

@@ -33,7 +33,7 @@ class StageMemory:
     optimizer: int = 0
     gradients: int = 0
     activations: int = 0  # those saved for backward, of all microbatches in flight at once
-    transient: int = 0  # buffers of the largest segment: gathered parameters, gradients not yet reduced to a part
+    transient: int = 0  # of the largest segment: gathered parameters, gradients not yet reduced, what is recomputed
 
     @property
     def total(self) -> int:
@@ -68,7 +68,7 @@ class Plan:
     placements: tuple[tuple[str, Placement], ...]  # (pattern, placement), the first match holds, the last is '*'
     schedule: str
     microbatches: int
-    recompute: tuple[str, ...]
+    recompute: tuple[str, ...]  # the segments whose backward computes their forward again
     batch: int  # the whole batch of the sample call
     prediction: Prediction
     optimality: str
@@ -83,6 +83,8 @@ class Plan:
         names = [name for stage in self.stages for name in stage.segments]
         if len(set(names)) != len(names) or not all(stage.segments for stage in self.stages):
             raise ValueError("plan: every stage needs a segment, and every segment exactly one stage")
+        if unknown := [name for name in self.recompute if name not in names]:
+            raise ValueError(f"plan: recompute names {', '.join(map(repr, unknown))}, but the segments are {names}")
         if not self.placements or self.placements[-1][0] != "*":
             raise ValueError("plan: the last placement pattern must be '*'")
         if self.microbatches < 1 or self.batch < self.mesh.degree("dp") * self.microbatches:

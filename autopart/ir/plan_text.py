@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import fields
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -34,9 +35,21 @@ def span(names: tuple[str, ...]) -> str:
     return names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"
 
 
+def spans(names: Sequence[str], every: Sequence[str]) -> str:
+    """Some of the segments in `every`, neighbours as a run: ``wte, h.0 .. h.3``."""
+    place = {name: i for i, name in enumerate(every)}
+    runs: list[list[str]] = []
+    for name in names:
+        if runs and place.get(name, -1) == place.get(runs[-1][-1], -3) + 1:
+            runs[-1].append(name)
+        else:
+            runs.append([name])
+    return ", ".join(span(tuple(run)) for run in runs)
+
+
 def summary(plan: Plan) -> str:
     """Choices, a table with a row a stage, and predictions."""
-    predicted = plan.prediction
+    predicted, every = plan.prediction, [name for stage in plan.stages for name in stage.segments]
     rows = [["stage", "segments", "ranks", "time", *_STATES, "peak"]]
     for number, stage in enumerate(plan.stages):
         memory = predicted.memory[number]
@@ -50,7 +63,7 @@ def summary(plan: Plan) -> str:
         f"mesh {plan.mesh}, schedule {plan.schedule}, {plan.microbatches} microbatch{'es' * (plan.microbatches > 1)}"
         f" of a batch of {plan.batch}",
         "placement " + "; ".join(f"{pattern}: {placement}" for pattern, placement in plan.placements),
-        *([f"recompute {', '.join(plan.recompute)}"] if plan.recompute else []),
+        *([f"recompute {spans(plan.recompute, every)}"] if plan.recompute else []),
         f"predicted step {format_seconds(predicted.step_seconds)}, bubble {predicted.bubble:.1%}",
     ]
     return "\n".join([*head, *_table(rows), *_traffic(plan), f"optimality: {plan.optimality}"])

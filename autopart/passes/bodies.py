@@ -121,7 +121,7 @@ def _structure(
     flow: _Flow, values: Mapping[str, Value], targets: Mapping[str, str], wishes: Mapping[str, str]
 ) -> object:
     """What segments of one body agree on: values numbered in order of appearance, sizes, paths of parameters."""
-    segment, numbers = flow.segment, _Numbers(values)
+    segment, numbers, regions = flow.segment, _Numbers(values), dict[int, int]()
     prefix = segment.name.split("@")[0] + "."
     parameters = [targets[target] for target in segment.parameters]
     fixed = dict.fromkeys((*segment.forward_fixed, *segment.backward_fixed))
@@ -131,6 +131,7 @@ def _structure(
         [
             (
                 n.form,
+                regions.setdefault(n.region, len(regions)) if n.region >= 0 else -1,
                 tuple([numbers[r] for r in n.refs()]),
                 tuple([None if o is None else numbers[o.name] for o in n.outs]),
             )

@@ -36,6 +36,7 @@ class _Expressions:
     backward_bytes: Expression
     saved_bytes: Expression
     boundary_bytes: Expression
+    recomputed_bytes: Expression
 
 
 def costs(segmented: Segmented) -> tuple[SegmentCost, ...]:
@@ -67,6 +68,7 @@ def costs(segmented: Segmented) -> tuple[SegmentCost, ...]:
                 backward_bytes=common.backward_bytes,
                 saved_bytes=common.saved_bytes,
                 boundary_bytes=common.boundary_bytes,
+                recomputed_bytes=common.recomputed_bytes,
                 parameter_bytes=sum(sizes.values()),
                 trainable_bytes=sum(sizes[target] for target, item in mine.items() if item.requires_grad),
                 tied=tuple(Tied(t, sizes[t], item.requires_grad) for t, item in mine.items() if users[t] > 1),
@@ -100,7 +102,18 @@ def _expressions(body: Body, origins: tuple[bool | None, ...]) -> _Expressions:
         backward_bytes=_moved(backward),
         saved_bytes=_total(_bytes(values[name]) for name in kept if name not in held),
         boundary_bytes=_total(_bytes(v) for v, copied in zip(incoming, origins, strict=True) if copied is None),
+        recomputed_bytes=_total(_bytes(value) for value in recomputed(body)),
     )
+
+
+def recomputed(body: Body) -> tuple[Value, ...]:
+    """What a backward makes again of its forward and then reads, a value a storage: it lives within the backward."""
+    if body.backward is None:
+        return ()
+    nodes, values, root = body.backward.nodes, defined(body.backward), roots(body.backward.nodes)
+    again = {name for node in nodes if not node.backward for name in node.names()}
+    read = (name for node in nodes if node.backward for name in node.refs() if name in again)
+    return tuple(values[name] for name in dict.fromkeys(root.get(name, name) for name in read) if name in again)
 
 
 def defined(function: Function) -> dict[str, Value]:

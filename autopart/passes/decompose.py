@@ -84,7 +84,7 @@ def _sum_and_divide(node: Node, call: Call, dims: list[int], values: dict[str, V
 def _like(
     node: Node, op: OpOverload, args: tuple[object, ...], kwargs: tuple[tuple[str, object], ...], out: Value
 ) -> Node:
-    return Node(op, args, kwargs, (out,), True, node.backward, node.module, node.source, node.sequence)
+    return replace(node, op=op, args=args, kwargs=kwargs, outs=(out,), single=True)
 
 
 def _fresh(name: str, values: dict[str, Value]) -> str:

@@ -20,6 +20,7 @@ from autopart.ir.staged import Staged
 from autopart.ir.state import Unit
 from autopart.ir.traffic import COLLECTIVES, sent_bytes
 from autopart.passes.activations import peak_activations
+from autopart.passes.costs import recomputed
 from autopart.passes.schedule import with_collectives
 
 Sent = tuple[tuple[str, int], ...]
@@ -137,8 +138,8 @@ def predict_memory(
 
     `optimizer_ratio` is bytes of optimizer state per byte of trainable parameter. Activations are the most that is kept
     between two actions: what is saved for the backwards to come, and edges not yet sent or used. `transient` is the
-    largest of a segment's gathered parameters and whole gradients, where these become parts at once, with those of the
-    neighbour that are gathered ahead or still being reduced.
+    parameters of a segment that are gathered, with those of the next one, whole gradients on their way to become parts,
+    and the activations that a backward recomputes.
     """
     columns = [
         _rank_memory(staged, scheduled, plan, column, part, optimizer_ratio) for column in range(len(scheduled.table))
@@ -160,12 +161,15 @@ def _rank_memory(
     stages = [stage for stage, place in enumerate(places) if place == column]
     segments = [segment for stage in stages for segment in staged.stages[stage]]
     sizes = pieces(pieces(plan.batch, degree)[part], plan.microbatches)
+    again = [sum(value.nbytes(max(sizes)) for value in recomputed(body)) for body in staged.segmented.bodies]
     return StageMemory(
         parameters=sum(held(unit, unit.gathered(degree)) for unit in units),
         optimizer=ceil(optimizer_ratio * updated),
         gradients=sum(held(unit, unit.reduced_at_once(degree)) for unit in trained),
         activations=peak_activations(staged, scheduled, column, sizes, whole=degree * plan.microbatches == 1),
-        transient=_transient(segments, units, degree) + _padding(staged, stages, degree),
+        transient=_transient(segments, units, degree)
+        + _padding(staged, stages, degree)
+        + max((again[segment.body] for segment in segments), default=0),
     )
 
 

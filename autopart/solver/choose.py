@@ -10,7 +10,7 @@ from autopart.ir.cost import SegmentCost
 from autopart.ir.mesh import Mesh
 from autopart.ir.placement import Placement
 from autopart.ir.plan import Plan, Prediction, Stage, stage_ranks
-from autopart.ir.plan_text import format_bytes, format_seconds
+from autopart.ir.plan_text import format_bytes, format_seconds, spans
 from autopart.solver.certify import certify
 from autopart.solver.infeasible import infeasible
 from autopart.solver.request import Request, resolve
@@ -30,6 +30,8 @@ def choose(
     schedule: str | None = None,
     microbatches: int | None = None,
     memory: str | int | None = None,
+    recompute: bool | Sequence[str] | None = None,
+    recomputed: Sequence[SegmentCost] | None = None,
     optimizer_ratio: float = 2.0,
     fingerprint: str = "",
 ) -> Plan:
@@ -37,13 +39,16 @@ def choose(
 
     What is not pinned is chosen by a simple rule: the first that fits the memory limit, trying ddp, zero1, zero2 and
     fsdp before smaller microbatches, and those before more stages, from one data axis over everything upwards
-    (`solver.search`). The schedule is 1f1b. For these choices the stage split is optimal: the slowest stage is as fast
+    (`solver.search`). The schedule is 1f1b. If nothing fits so, the same search is made with every segment recomputed
+    that keeps less by it. For these choices the stage split is optimal: the slowest stage is as fast
     as it can be, proven by z3 (`solver.certify`), with ties broken by fewer boundary bytes, then earlier cuts.
 
     `cluster` defaults to CPU devices, `devices` to the size of a pinned mesh, else of the cluster, `memory` (bytes per
     device) to the cluster's.
     `stages` is a count or names where a stage begins: segments, or modules that begin with one. Memory is counted a
     segment at a time: a placement pattern holds for a segment if it matches its name or a module around it.
+    `recompute` pins that: True, False, or modules whose segments are recomputed; `recomputed` has what every segment
+    costs when it is (by default as much as it does anyway).
     `optimizer_ratio` is bytes of optimizer state per byte of trainable parameter.
 
     Raises ValueError or TypeError naming a bad argument; `PlanInfeasible` where nothing fits, with the stage that needs
@@ -60,9 +65,14 @@ def choose(
         schedule=schedule,
         microbatches=microbatches,
         memory=memory,
+        recompute=recompute,
+        recomputed=recomputed,
         optimizer_ratio=optimizer_ratio,
     )
     solved = first_fit(request)
+    if solved is None and recompute is None:
+        request = request.recomputing()
+        solved = first_fit(request)
     if solved is None:
         raise infeasible(request)
     candidate, starts = solved.candidate, certify(solved.problem, solved.split).starts
@@ -75,11 +85,11 @@ def choose(
         placements=candidate.placements,
         schedule=request.schedule,
         microbatches=candidate.microbatches,
-        recompute=(),
+        recompute=request.recompute,
         batch=batch,
         prediction=predict(request, solved),
         optimality=_optimality(solved),
-        notes=_notes(request, solved, mesh is not None),
+        notes=_notes(request, solved, mesh is not None, recompute),
         fingerprint=fingerprint,
     )
 
@@ -120,7 +130,7 @@ def _optimality(solved: Solved) -> str:
     )
 
 
-def _notes(request: Request, solved: Solved, pinned: bool) -> tuple[str, ...]:
+def _notes(request: Request, solved: Solved, pinned: bool, recompute: bool | Sequence[str] | None) -> tuple[str, ...]:
     """Where each choice comes from."""
     mesh, limit = solved.candidate.mesh, format_bytes(request.memory)
     stages = mesh.degree("pp")
@@ -132,6 +142,7 @@ def _notes(request: Request, solved: Solved, pinned: bool) -> tuple[str, ...]:
         where = f"mesh {mesh}: everything fits {limit} per device on one data axis"
     else:
         where = f"mesh {mesh}: the fewest stages that fit {limit} per device and the batch of {request.batch}"
+    again = spans(request.recompute, request.names) or "nothing"
     chosen = str(solved.candidate.placements[-1][1])
     return (
         where,
@@ -139,6 +150,8 @@ def _notes(request: Request, solved: Solved, pinned: bool) -> tuple[str, ...]:
         + ("pinned" if len(request.placements) == 1 else "the first of ddp, zero1, zero2, fsdp that fits"),
         f"microbatches {solved.candidate.microbatches}: "
         + ("pinned" if request.microbatches else "1 without a pipeline, else 4 a stage; more where memory asks for it"),
+        f"recompute for memory {again}: "
+        + ("pinned" if recompute is not None else "nothing fits without" if request.recompute else "it fits without"),
         f"memory limit {limit} per device, optimizer state {request.optimizer_ratio:g} x the trainable parameters,"
         f" times of the {request.cluster.name} cluster at its peak rates",
     )

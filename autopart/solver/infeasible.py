@@ -34,7 +34,8 @@ def infeasible(request: Request) -> PlanInfeasible:
     ways = "; or ".join(remedies(request, nearest)) or "no single change of placement, microbatches, schedule or mesh"
     return PlanInfeasible(
         f"no plan fits {format_bytes(request.memory)} per device. Nearest, with mesh {mesh}, placement {placement},"
-        f" {nearest.candidate.microbatches} microbatches, {request.schedule}: stage {stage}"
+        f" {nearest.candidate.microbatches} microbatches, {request.schedule},"
+        f" {'recomputing' if request.recompute else 'without recomputing'}: stage {stage}"
         f" ({span(request.names[cuts[stage] : cuts[stage + 1]])}) needs at least {format_bytes(need.total)} = "
         + " + ".join(f"{format_bytes(size)} {what}" for size, what in parts if size)
         + f". It fits with: {ways}."
@@ -58,7 +59,13 @@ def nearest_miss(request: Request) -> Solved:
 
 def remedies(request: Request, nearest: Solved) -> Iterator[str]:
     """Single changes of the request under which it was solved, each the smallest of its kind."""
-    for kind in (_placements(request), _microbatches(request), _schedules(request), _mesh(request)):
+    for kind in (
+        _placements(request),
+        _recompute(request),
+        _microbatches(request),
+        _schedules(request),
+        _mesh(request),
+    ):
         for text, changed in kind:
             if first_fit(changed) is not None:
                 yield text
@@ -72,6 +79,12 @@ def _placements(request: Request) -> Iterator[tuple[str, Request]]:
     if len(request.placements) == 1:
         for name in PRESETS[1:]:
             yield f"placement={name!r}", replace(request, placements=((("*", Placement.preset(name)),),))
+
+
+def _recompute(request: Request) -> Iterator[tuple[str, Request]]:
+    everything = request.recomputing()
+    if everything.recompute != request.recompute:
+        yield "recompute=True", everything
 
 
 def _microbatches(request: Request) -> Iterator[tuple[str, Request]]:

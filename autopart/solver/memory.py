@@ -1,9 +1,9 @@
 """What a stage holds, by state, and the collectives that its placement implies: one rule a mode, for each segment.
 
 A state of |s| bytes takes |s| where it is replicated over N data ranks and ceil(|s| / N) where it is sharded, with or
-without gather. On top come, for the largest segment of the stage, its gathered parameters (sharded-with-gather) and its
-whole gradient before that is reduced to a part (sharded gradients). Activations are what one microbatch saves, times
-those in flight. A parameter that several segments of a stage use is held once.
+without gather. On top come, for the largest segment of the stage, its gathered parameters (sharded-with-gather), its
+whole gradient before that is reduced to a part (sharded gradients) and the activations that it recomputes. Activations
+are what one microbatch saves, times those in flight. A parameter that several segments of a stage use is held once.
 """
 
 from __future__ import annotations
@@ -46,8 +46,9 @@ class MemoryModel:
         held += [self._held(i, t.nbytes, t.nbytes * t.trainable) for i, t in first.values()]
         parameters, optimizer, gradients = (sum(column) for column in zip(*held, strict=True))
         saved = sum(self.segments[i].saved_bytes for i in range(start, stop))
-        transient = sum(sorted(self._transient(i) for i in range(start, stop))[-2:])
-        return StageMemory(parameters, optimizer, gradients, saved * flight, transient)
+        wire = sum(sorted(self._wire(i) for i in range(start, stop))[-2:])
+        recomputed = max(self.segments[i].recomputed_bytes for i in range(start, stop))
+        return StageMemory(parameters, optimizer, gradients, saved * flight, wire + recomputed)
 
     def resident(self) -> tuple[tuple[int, ...], ...]:
         """The interval table: [i][j - i - 1] is the bytes of segments i to j - 1 as a stage, activations left out."""
@@ -55,15 +56,16 @@ class MemoryModel:
 
     def _growing(self, start: int) -> Iterator[int]:
         """The bytes of the stages that begin at `start`, one segment longer each time."""
-        held, largest, seen = 0, [0], set[str]()
+        held, wires, recomputed, seen = 0, [0], 0, set[str]()
         for i in range(start, len(self.segments)):
             held += sum(self._held(i, *self._own(i)))
             for tied in self.segments[i].tied:
                 if tied.name not in seen:
                     held += sum(self._held(i, tied.nbytes, tied.nbytes * tied.trainable))
                     seen.add(tied.name)
-            largest = sorted([*largest, self._transient(i)])[-2:]
-            yield held + sum(largest)
+            wires = sorted([*wires, self._wire(i)])[-2:]
+            recomputed = max(recomputed, self.segments[i].recomputed_bytes)
+            yield held + sum(wires) + recomputed
 
     def _own(self, i: int) -> tuple[int, int]:
         """Parameter and trainable bytes of segment i that no other segment uses."""
@@ -85,8 +87,8 @@ class MemoryModel:
     def _part(self, size: int, mode: Mode) -> int:
         return size if mode is Mode.REPLICATED else -(-size // self.degree)
 
-    def _transient(self, i: int) -> int:
-        """The buffers of segment i: of two segments at a time, as one is gathered or reduced beside the other."""
+    def _wire(self, i: int) -> int:
+        """The wire buffers of segment i: of two segments at a time, as one is gathered or reduced beside the other."""
         if self.degree == 1:
             return 0
         modes, segment = self.modes[i], self.segments[i]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from math import inf
 from typing import TypedDict
@@ -29,6 +29,7 @@ class Pins(TypedDict, total=False):
     schedule: str | None
     microbatches: int | None
     memory: str | int | None
+    recompute: bool | Sequence[str] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,15 @@ class Request:
     microbatches: int | None
     memory: int  # bytes per device
     optimizer_ratio: float
+    recompute: tuple[str, ...] = ()  # the segments whose forward runs again in their backward, as `costs` says
+    recomputed: tuple[SegmentCost | None, ...] = ()  # what a segment costs then, None where it keeps no less
+
+    def recomputing(self) -> Request:
+        """The request with every segment recomputed that keeps less by it."""
+        pairs = zip(self.costs, self.recomputed, strict=True)
+        names = tuple(plain.name for plain, again in pairs if again is not None or plain.name in self.recompute)
+        costs = tuple(again or plain for plain, again in zip(self.costs, self.recomputed, strict=True))
+        return replace(self, costs=costs, recompute=names)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -66,6 +76,8 @@ def resolve(
     schedule: str | None,
     microbatches: int | None,
     memory: str | int | None,
+    recompute: bool | Sequence[str] | None,
+    recomputed: Sequence[SegmentCost] | None,
     optimizer_ratio: float,
 ) -> Request:
     """The request behind the arguments of `choose`; ValueError or TypeError names the argument that is wrong."""
@@ -75,6 +87,10 @@ def resolve(
     whole("batch", batch)
     pinned = _mesh(mesh)
     count = _devices(devices, cluster, pinned)
+    wanted = _recompute(recompute, names)
+    again = tuple(costs if recomputed is None else recomputed)
+    if [cost.name for cost in again] != names:
+        raise ValueError(f"recomputed: expected the costs of {names}, not of {[cost.name for cost in again]}")
     cluster = cluster or Cluster.preset("cpu", per_node=count)
     number, starts = _stages(stages, names, pinned)
     if schedule is not None and schedule not in SCHEDULES:
@@ -86,7 +102,7 @@ def resolve(
     if not 0 <= optimizer_ratio < inf:
         raise ValueError(f"optimizer_ratio: state bytes per parameter byte cannot be {optimizer_ratio}")
     request = Request(
-        costs=tuple(costs),
+        costs=tuple(a if p.name in wanted else p for p, a in zip(costs, again, strict=True)),
         batch=batch,
         cluster=cluster,
         devices=count,
@@ -98,9 +114,13 @@ def resolve(
         microbatches=microbatches,
         memory=cluster.memory if memory is None else parse_bytes(memory),
         optimizer_ratio=optimizer_ratio,
+        recompute=wanted,
+        recomputed=tuple(
+            a if a.at(batch).saved_bytes < p.at(batch).saved_bytes else None for p, a in zip(costs, again, strict=True)
+        ),
     )
     _check_counts(request)
-    return request
+    return request.recomputing() if recompute is True else request
 
 
 def whole(name: str, value: object) -> None:
@@ -164,6 +184,26 @@ def _segment(name: str, names: list[str]) -> int:
             return number
     near = get_close_matches(name, names, n=3) or names[:8]
     raise ValueError(f"stages: no stage can begin at {name!r}; a stage begins at a segment, such as {', '.join(near)}")
+
+
+def _recompute(pin: bool | Sequence[str] | None, names: list[str]) -> tuple[str, ...]:
+    """The segments that a pin names: each module's own, else those inside the module."""
+    if pin is None or isinstance(pin, bool):
+        return ()
+    if isinstance(pin, str) or not isinstance(pin, Sequence) or not all(isinstance(name, str) for name in pin):
+        raise TypeError(f"recompute: expected True, False or a list of module names, not {pin!r}")
+    wanted: set[str] = set()
+    for module in pin:
+        found = [name for name in names if name == module or name.startswith((f"{module}.", f"{module}@"))]
+        if not found:
+            around = [name for name in names if module.startswith(f"{name}.")]
+            near = around or get_close_matches(module, names, n=3) or names[:8]
+            raise ValueError(
+                f"recompute: no segment is called {module!r}; whole segments are recomputed, such as {', '.join(near)}"
+                + ("; a part of one is with torch.utils.checkpoint in its forward" if around else "")
+            )
+        wanted.update(found)
+    return tuple(name for name in names if name in wanted)
 
 
 def _placements(pin: str | Placement | Mapping[str, str | Placement] | None) -> tuple[Rules, ...]:
