@@ -150,6 +150,7 @@ def parallelize(
     cluster: Cluster | None = None,
     loss_fn: Callable[..., Any] | None = None,
     batch: Mapping[str, int | None] | None = None,
+    semantics: str = "exact",
     capture: str = "compile",
     hooks: str = "refuse",
     plan: Plan | Program | None = None,
@@ -171,7 +172,9 @@ def parallelize(
     `placement`, `schedule`, `microbatches`) is solved for at the first call; `plan` pins everything; a Program there,
     which may have been edited, is verified and run. `loss_fn(output, target)` serves modules that return outputs
     (`train_step`). `batch` maps input names to their batch dim, or None for inputs that are not split. `memory` is
-    the limit per device, such as ``"16GiB"``. `capture` is "compile" (through torch.compile) or "direct".
+    the limit per device, such as ``"16GiB"``. `semantics` is "exact" (the whole batch on one device; what couples its
+    samples is refused) or "accumulate" (a BatchNorm, say, sees a microbatch of one data rank, as in gradient
+    accumulation). `capture` is "compile" (through torch.compile) or "direct".
 
     Raises TypeError or ValueError for bad arguments at once; CaptureError or PlanInfeasible at the first call.
     """
@@ -180,6 +183,7 @@ def parallelize(
         cluster=cluster,
         loss_fn=loss_fn,
         batch=batch,
+        semantics=semantics,
         capture=capture,
         hooks=hooks,
         plan=plan,

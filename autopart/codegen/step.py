@@ -30,6 +30,7 @@ def step(staged: Staged, stages: Sequence[int], row: Sequence[Action], degree: i
     reductions = _reductions([unit for unit in staged.trained() if unit.name in here], degree)
     if reductions:
         lines += ["    # Gradients are reduced to what their consumer needs.", *reductions]
+    lines += _buffers(staged, stages, degree)
     return [*lines, *_results(staged, stages)]
 
 
@@ -153,6 +154,24 @@ def _reductions(units: Iterable[Unit], degree: int) -> list[str]:
         if len(unit.stages) > 1:
             over_pp.append(f'world.all_reduce("{unit.name}", axis="pp", stages={unit.stages})')
     return [*_rolled(over_dp), *_rolled(over_pp)]
+
+
+def _buffers(staged: Staged, stages: Sequence[int], degree: int) -> list[str]:
+    """The lines that make updated buffers one over dp, and known to every stage."""
+    over_dp: list[str] = []
+    over_pp: list[str] = []
+    for stage in range(len(staged.stages)):
+        updated = staged.updated(stage)
+        for name, averaged in (("average", True), ("maximum", False)):
+            names = [f'"{target}"' for target, value in updated if value.dtype.is_floating_point == averaged]
+            if names and stage in stages and degree > 1:
+                over_dp += call(f"world.{name}_buffers", [*names, 'axis="dp"'], "")
+        if updated and len(staged.stages) > 1:
+            names = [f'"{target}"' for target, _ in updated]
+            over_pp += call("world.broadcast_buffers", [*names, f"stage={stage}"], "")
+    lines = ["# Updated buffers are made one over the data ranks.", *over_dp] if over_dp else []
+    lines += ["# Every stage learns the buffers that another one updated.", *over_pp] if over_pp else []
+    return ["    " + line for line in lines]
 
 
 def _rolled(lines: Sequence[str]) -> list[str]:

@@ -48,6 +48,14 @@ class Staged:
         graded = {homes[out.target].name for out in self.segmented.captured.outputs if out.kind == "grad"}
         return tuple(unit for unit in self.state.units if unit.trainable and unit.name in graded)
 
+    def updated(self, stage: int) -> tuple[tuple[str, Value], ...]:
+        """The buffers that the forwards of a stage update, in order, each with its new value."""
+        captured = self.segmented.captured
+        made = {out.target: out.name for out in captured.updates()}
+        targets = [target for segment in self.stages[stage] for target in segment.updates]
+        values = {value.name: value for value in captured.values()} if targets else {}
+        return tuple((target, values[made[target]]) for target in targets)
+
     def into(self, stage: int, *, forward: bool) -> tuple[Edge, ...]:
         """The edges that end at a stage, in order of their source."""
         return tuple(edge for edge in self.edges if edge.target == stage and edge.forward == forward)

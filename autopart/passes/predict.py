@@ -11,6 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import ceil
 
+import torch
+
 from autopart.ir.action import Action, Kind, Scheduled
 from autopart.ir.mesh import pieces
 from autopart.ir.plan import Plan, StageMemory
@@ -58,6 +60,7 @@ def predict_traffic(staged: Staged, scheduled: Scheduled, plan: Plan) -> tuple[S
         if key not in known:
             sizes = pieces(shares[part], plan.microbatches)
             calls = [*_each_microbatch(rows[column], wires, degree, plan.microbatches), *across, *everywhere]
+            calls += _buffers(staged, places, column, degree)
             calls += _once(staged, held[column], wires, degree)
             known[key] = _added(_sends(staged, scheduled.table[column], sizes), calls)
         made.append(known[key])
@@ -112,6 +115,20 @@ def _across_stages(staged: Staged, units: Sequence[Unit], places: Sequence[int],
         if unit.name in trained and len(unit.stages) > 1:
             numel = unit.part_numel(part, degree) if unit.held_in_parts(degree) else unit.numel
             yield "all_reduce", numel * unit.dtype.itemsize, len({places[stage] for stage in unit.stages}), 1
+
+
+def _buffers(staged: Staged, places: Sequence[int], column: int, degree: int) -> Calls:
+    """What makes updated buffers one over dp, and then known on every stage; those of a dtype travel together."""
+    for stage, place in enumerate(places):
+        sizes: Counter[torch.dtype] = Counter()
+        for _, value in staged.updated(stage):
+            sizes[value.dtype] += value.nbytes(1)
+        for dtype, nbytes in sizes.items():
+            if place == column and degree > 1:
+                averaged = dtype.is_floating_point
+                yield "all_reduce" if averaged else "all_gather", nbytes if averaged else nbytes * degree, degree, 1
+            if len(places) > 1:
+                yield "broadcast", nbytes, len(set(places)), 1
 
 
 def _outputs(staged: Staged, plan: Plan) -> Calls:
