@@ -140,6 +140,16 @@ def masked(self: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return (squared * mask).sum() / mask.sum()
 
 
+def scaled_before_the_sum(self: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    h = self.one(x)
+    return ((self.out(self.two(h - h.mean(0))) - y) ** 2 / (3 * len(x))).sum()
+
+
+def masked_before_the_sum(self: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    h, mask = self.one(x), (y[:, 0] > 0).to(x.dtype)
+    return (((self.out(self.two(h - h.mean(0))) - y) ** 2).sum(-1) * mask / mask.sum()).sum()
+
+
 def moving_average(self: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     self.steps += 1
     h = self.hidden(x)
@@ -179,6 +189,8 @@ FORWARDS = [
     softmax_over_the_batch,
     router,
     masked,
+    scaled_before_the_sum,
+    masked_before_the_sum,
     moving_average,
     codebook,
     nothing_coupled,
@@ -187,7 +199,9 @@ FORWARDS = [
 
 @pytest.mark.parametrize("forward", FORWARDS, ids=lambda f: f.__name__)
 def test_each_slice_computes_as_if_it_were_the_whole_batch(forward: Callable[..., Any]) -> None:
-    weight = (lambda args, kwargs: int((args[1][:, 0] > 0).sum())) if forward is masked else None
+    weight = (
+        (lambda args, kwargs: int((args[1][:, 0] > 0).sum())) if forward in (masked, masked_before_the_sum) else None
+    )
     split = {"dp": 2} if forward in (moving_average, codebook) else {"pp": 2, "dp": 2}
     pins = {"mesh": split, "microbatches": 2}
     assert_parity(model_of(forward), vectors(), steps=2, semantics="accumulate", weight=weight, **pins)

@@ -1,4 +1,4 @@
-"""Valid updates of buffers pass `verify`; a text with a fault planted in them is refused, with a message that names it."""
+"""Valid updates of buffers pass `verify`; a fault planted in them is refused, with a message that names it."""
 
 from __future__ import annotations
 

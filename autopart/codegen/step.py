@@ -10,7 +10,7 @@ from autopart.codegen.roll import Loop, periodic, template
 from autopart.codegen.stages import stage_outputs, stage_prologue
 from autopart.ir.action import Action, Kind
 from autopart.ir.graph import Output, Size, Value
-from autopart.ir.staged import Staged
+from autopart.ir.staged import Staged, averaged
 from autopart.ir.state import Unit
 
 
@@ -162,8 +162,8 @@ def _buffers(staged: Staged, stages: Sequence[int], degree: int) -> list[str]:
     over_pp: list[str] = []
     for stage in range(len(staged.stages)):
         updated = staged.updated(stage)
-        for name, averaged in (("average", True), ("maximum", False)):
-            names = [f'"{target}"' for target, value in updated if value.dtype.is_floating_point == averaged]
+        for name, kind in (("average", True), ("maximum", False)):
+            names = [f'"{target}"' for target, value in updated if averaged(value) == kind]
             if names and stage in stages and degree > 1:
                 over_dp += call(f"world.{name}_buffers", [*names, 'axis="dp"'], "")
         if updated and len(staged.stages) > 1:

@@ -28,6 +28,11 @@ class Edge:
         return sum(value.nbytes(batch) for value in self.values)
 
 
+def averaged(buffer: Value) -> bool:
+    """Whether a buffer that forwards update is averaged over the data ranks; others are made the largest."""
+    return buffer.dtype.is_floating_point or buffer.dtype.is_complex
+
+
 @dataclass(frozen=True, slots=True)
 class Staged:
     """The step cut into stages. ``stages[s]`` are the segments of stage s, in order."""

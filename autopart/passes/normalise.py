@@ -25,7 +25,8 @@ from autopart.passes.accumulate import trees
 from autopart.passes.decompose import decompose_means, explicit_squeezes
 from autopart.passes.judge import Judgement, Site, judge
 from autopart.passes.simplify import simplify
-from autopart.passes.slices import counts, judge_slices, of_the_slice, without_running_statistics
+from autopart.passes.slices import of_the_slice, without_running_statistics
+from autopart.passes.weights import counts, judge_slices
 
 VIEWS = frozenset(
     ("t", "permute", "transpose", "view", "expand", "unsqueeze", "squeeze", "alias", "slice", "select", "_unsafe_view")

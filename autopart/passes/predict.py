@@ -17,7 +17,7 @@ from autopart.ir.action import Action, Kind, Scheduled
 from autopart.ir.mesh import pieces
 from autopart.ir.plan import Plan, StageMemory
 from autopart.ir.segmented import Segment
-from autopart.ir.staged import Staged
+from autopart.ir.staged import Staged, averaged
 from autopart.ir.state import Unit
 from autopart.ir.traffic import COLLECTIVES, sent_bytes
 from autopart.passes.activations import peak_activations
@@ -120,13 +120,12 @@ def _across_stages(staged: Staged, units: Sequence[Unit], places: Sequence[int],
 def _buffers(staged: Staged, places: Sequence[int], column: int, degree: int) -> Calls:
     """What makes updated buffers one over dp, and then known on every stage; those of a dtype travel together."""
     for stage, place in enumerate(places):
-        sizes: Counter[torch.dtype] = Counter()
+        sizes: Counter[tuple[torch.dtype, bool]] = Counter()
         for _, value in staged.updated(stage):
-            sizes[value.dtype] += value.nbytes(1)
-        for dtype, nbytes in sizes.items():
+            sizes[value.dtype, averaged(value)] += value.nbytes(1)
+        for (_, mean), nbytes in sizes.items():
             if place == column and degree > 1:
-                averaged = dtype.is_floating_point
-                yield "all_reduce" if averaged else "all_gather", nbytes if averaged else nbytes * degree, degree, 1
+                yield "all_reduce" if mean else "all_gather", nbytes if mean else nbytes * degree, degree, 1
             if len(places) > 1:
                 yield "broadcast", nbytes, len(set(places)), 1
 

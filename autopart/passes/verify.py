@@ -11,8 +11,8 @@ that microbatches differ in size. What the texts do is then held against these r
 ``work``         each microbatch has one forward and one backward on each stage; they read every parameter as placed
 ``gradients``    each backward adds every gradient that it makes, once, to its own unit; each unit is reduced once over
                  dp, and once over the stages that share it, after its last contribution
-``buffers``      each forward gives every buffer that it updates its new value, once; after the last update they are made
-                 one over dp, and every stage learns them
+``buffers``      each forward gives every buffer that it updates its new value, once; after the last update they are
+                 made one over dp, and every stage learns them
 ``outputs``      each rank returns the outputs that it makes or needs, whole
 
 What must be there follows from the program's graph, plan and state, never from the passes that wrote the text.

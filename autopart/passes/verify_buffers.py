@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from autopart.codegen.recording import Event
 from autopart.ir.action import Action, Kind
-from autopart.ir.staged import Staged
+from autopart.ir.staged import Staged, averaged
 from autopart.passes.verify_between import BUFFERS
 from autopart.passes.verify_texts import Text, fault
 
@@ -23,8 +23,7 @@ def buffers(text: Text, staged: Staged) -> int:
     for stage in stages:
         for target, value in staged.updated(stage):
             if degree > 1 and stage in text.stages:
-                averaged = value.dtype.is_floating_point
-                wanted.append((target, "average_buffers" if averaged else "maximum_buffers", ()))
+                wanted.append((target, "average_buffers" if averaged(value) else "maximum_buffers", ()))
             if len(stages) > 1:
                 wanted.append((target, "broadcast_buffers", (stage,)))
     _check_made_one(text, wanted)
