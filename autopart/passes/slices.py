@@ -62,7 +62,7 @@ def given(item: Input, updated: bool) -> Fact:
     """What is known of a graph input: samples are split; a buffer that forwards update differs from slice to slice."""
     dims = batch_dims(item.value)
     place = Shard(dims[0]) if dims else PerSlice() if updated else Replicate()
-    return Fact(place, free=item.kind not in ("parameter", "tangent") and not updated)
+    return Fact(place, free=item.kind in ("input", "buffer", "constant", "prologue") and not updated)
 
 
 def in_slice(node: Node, values: Mapping[str, Value], known: Mapping[str, Fact]) -> dict[str, Fact]:

@@ -123,7 +123,7 @@ class World:
         group = self._group(axis)
         for together in self._by_dtype(names):
             every = self.transport.all_gather(self._packed(together), group)
-            self._unpack(together, every.view(len(group), -1).amax(0))
+            self._unpack(together, every.view(len(group), every.numel() // len(group)).amax(0))
 
     def broadcast_buffers(self, *names: str, stage: int) -> None:
         """Give every stage the updated buffers of one, within each part of the batch."""
