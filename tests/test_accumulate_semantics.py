@@ -224,32 +224,6 @@ def test_what_couples_nothing_equals_the_whole_batch() -> None:
     assert_close(parallel.full_grads(), {n: p.grad for n, p in plain.named_parameters()}, 1e-9, "gradient of")
 
 
-def test_each_term_has_the_weight_of_its_own_reduction() -> None:
-    """Targets count for the term that they normalise, samples for the balance of the router."""
-
-    def terms(self: Any, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        h, mask = self.one(x).tanh(), (y[:, 0] > 0).to(x.dtype)
-        balance = (self.out(h).softmax(-1).mean(0) ** 2).sum()
-        return ((self.out(self.two(h)) - y).pow(2).sum(-1) * mask).sum() / mask.sum(), balance
-
-    def forward(self: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        fit, balance = terms(self, x, y)
-        return fit + 0.3 * balance
-
-    model, (x, y) = model_of(forward), tuple(t.double() for t in vectors())
-    plain = copy.deepcopy(model)
-    valid = int((y[:, 0] > 0).sum())
-    expected = torch.zeros(())
-    for xs, ys in zip(x.tensor_split(3), y.tensor_split(3), strict=True):
-        fit, balance = terms(plain, xs, ys)
-        expected = expected + fit * int((ys[:, 0] > 0).sum()) / valid + 0.3 * balance * len(xs) / len(x)
-    parallel = parallelize(model, devices=1, microbatches=3, semantics="accumulate", capture="direct")
-    loss = parallel(x, y)
-    loss.backward(), expected.backward()
-    assert torch.allclose(loss, expected, rtol=1e-12)
-    assert_close(parallel.full_grads(), {n: p.grad for n, p in plain.named_parameters()}, 1e-9, "gradient of")
-
-
 def test_outputs_beside_the_loss() -> None:
     """A sum over the samples is that of the batch, a statistic the mean of the slices', the rest is joined."""
 
@@ -276,41 +250,6 @@ def test_exact_refuses_what_couples_and_names_the_way_out() -> None:
     x, y = images()
     with pytest.raises(CaptureError, match=r"(?s)blocks.0.norm_one.*test_accumulate_sem.*semantics=\"accumulate\""):
         model(x.double(), y)
-
-
-def _mixed(self: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    h = self.hidden(x)
-    return (self.out(h) - y).pow(2).sum() + (h.mean(0) ** 2).sum()
-
-
-def _count_used_twice(self: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    h, count = self.hidden(x), (y > 0).sum()
-    return (self.out(h - h.mean(0) * count) - y).pow(2).sum() / count
-
-
-def _whole_number(self: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    h = self.hidden(x)
-    return (self.out(h) - y).pow(2).sum() / (y > 0).sum() + (h.mean(0) ** 2).sum()
-
-
-def _statistic_in_whole_numbers(self: Any, x: torch.Tensor, y: torch.Tensor) -> Any:
-    h = self.hidden(x)
-    return (self.out(h - h.mean(0)) - y).pow(2).mean(), h.argmax()
-
-
-@pytest.mark.parametrize(
-    ("forward", "message"),
-    [
-        (_mixed, "adds a sum over the batch .* to what is no sum over it"),
-        (_count_used_twice, "divides the loss.* and is used at .* too"),
-        (_whole_number, r"whole number divides a term of the loss.*count.to\(loss.dtype\)"),
-        (_statistic_in_whole_numbers, "output_1 is a whole number of each microbatch"),
-    ],
-)
-def test_losses_without_one_weight_are_refused(forward: Callable[..., Any], message: str) -> None:
-    model = parallelize(model_of(forward), mesh={"dp": 2}, semantics="accumulate", capture="direct")
-    with pytest.raises(CaptureError, match=f"(?s){message}"):
-        model(*(t.double() for t in vectors()))
 
 
 def test_a_buffer_updated_and_read_on_two_stages_is_refused_by_name() -> None:

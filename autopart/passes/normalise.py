@@ -12,6 +12,7 @@ after:  prologue: count (of the whole batch); loss = nll_sum / count, a part of 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable
 from dataclasses import replace
 
@@ -45,13 +46,11 @@ def normalise(captured: Captured, *, semantics: str = "exact") -> Captured:
         return _with_judgement(*_exact(captured))
     nodes = without_running_statistics(of_the_slice(captured.nodes))
     sliced = dead_code_eliminated(replace(captured, nodes=nodes, sliced=True))
-    try:
+    with contextlib.suppress(CaptureError):  # nothing couples, so the slices add up to the whole batch
         exact, judgement = _exact(captured)
-    except CaptureError:
-        return _with_judgement(sliced, judge_slices(sliced.inputs, sliced.nodes, sliced.outputs))
-    # Of what the whole batch decides, a slice takes the counts that divide its loss, and nothing else.
-    if not judgement.prologue or set(judgement.prologue) <= counts(sliced.inputs, sliced.nodes, sliced.outputs):
-        return _with_judgement(exact, judgement)
+        # Of what the whole batch decides, a slice takes the counts that divide its loss, and nothing else.
+        if not judgement.prologue or set(judgement.prologue) <= counts(sliced.inputs, sliced.nodes, sliced.outputs):
+            return _with_judgement(exact, judgement)
     return _with_judgement(sliced, judge_slices(sliced.inputs, sliced.nodes, sliced.outputs))
 
 

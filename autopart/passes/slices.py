@@ -42,7 +42,11 @@ def least_samples(captured: Captured) -> int:
         if "batch_norm" in node.opname and not node.backward and node.op._schema.arguments[0].name == "input":
             call = bind(node, values)
             x = call.shape("input")
-            if call.args.get("training", True) and all(size == 1 for size in x[2:]) and x[0] == Size(1):
+            if (
+                call.args.get("training", "no_training" not in node.opname)
+                and all(size == 1 for size in x[2:])
+                and x[0] == Size(1)
+            ):
                 return 2
     return 1
 

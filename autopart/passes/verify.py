@@ -105,7 +105,8 @@ def _checked(
     stored = sum(map(_check_stores, texts))
     actions = sum(work(text, needed, state, program.plan.microbatches, training) for text in texts)
     graded = [gradients(text, needed, state) for text in texts]
-    updated = sum(buffers(text, staged) for text in texts)
+    values = [program.staged.updated(stage) for stage in range(len(program.staged.stages))]
+    updated = sum(buffers(text, program.staged, values) for text in texts)
     shared = collectives(texts)
     meetings = ends(texts, [*sent, *shared])
     outputs = sum(_check_outputs(text, program, made, batch) for text in texts)

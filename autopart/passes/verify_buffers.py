@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from autopart.codegen.recording import Event
 from autopart.ir.action import Action, Kind
+from autopart.ir.graph import Value
 from autopart.ir.staged import Staged, averaged
 from autopart.passes.verify_between import BUFFERS
 from autopart.passes.verify_texts import Text, fault
@@ -15,16 +16,16 @@ Way = tuple[str, str, tuple[int, ...]]
 """A buffer, the call that makes it one, and the stage that it comes from where that is named."""
 
 
-def buffers(text: Text, staged: Staged) -> int:
-    """Check what a rank does to buffers; the number of updates."""
+def buffers(text: Text, staged: Staged, values: Sequence[Sequence[tuple[str, Value]]]) -> int:
+    """Check what a rank does to buffers; the number of updates. `values` are, by stage, those that it updates."""
     count = _check_updates(text, [[segment.updates for segment in stage] for stage in staged.stages])
-    degree, stages = text.mesh.degree("dp"), range(len(staged.stages))
+    degree = text.mesh.degree("dp")
     wanted: list[Way] = []
-    for stage in stages:
-        for target, value in staged.updated(stage):
+    for stage, updated in enumerate(values):
+        for target, value in updated:
             if degree > 1 and stage in text.stages:
                 wanted.append((target, "average_buffers" if averaged(value) else "maximum_buffers", ()))
-            if len(stages) > 1:
+            if len(values) > 1:
                 wanted.append((target, "broadcast_buffers", (stage,)))
     _check_made_one(text, wanted)
     return count
