@@ -165,9 +165,9 @@ def _attention(self: Any, x: torch.Tensor) -> torch.Tensor:
     return self.head(F.scaled_dot_product_attention(h, h, h, dropout_p=0.5))  # here
 
 
-def _counter(self: Any, x: torch.Tensor) -> torch.Tensor:
+def _reads_counter(self: Any, x: torch.Tensor) -> torch.Tensor:
     self.count += 1  # here
-    return self.head(self.lin(x))
+    return self.head(self.lin(x) * self.count)
 
 
 def _overwrites_input(self: Any, x: torch.Tensor) -> torch.Tensor:
@@ -214,7 +214,7 @@ def _norm_statistics(self: Any, x: torch.Tensor) -> torch.Tensor:
         (_dropout, "'noise'.*draws random numbers"),
         (_draw, "draws random numbers"),
         (_attention, "draws random numbers"),
-        (_counter, "the buffer count is changed in place"),
+        (_reads_counter, 'the buffer count is updated by every microbatch.*semantics="accumulate"'),
         (_overwrites_input, r"the input args\[0\] is changed in place"),
         (_clamps, "the parameter lin.weight is changed in place"),
         (_contrastive, "couples the samples of a batch"),
@@ -222,7 +222,7 @@ def _norm_statistics(self: Any, x: torch.Tensor) -> torch.Tensor:
         (_root_of_the_mean, "couples the samples of a batch"),
         (_shifted, "couples the samples of a batch"),
         (_normalised, "'batch_norm'.*couples the samples of a batch"),
-        (_norm_statistics, "'running_norm'.*the buffer running_norm.num_batches_tracked is changed in place"),
+        (_norm_statistics, "'running_norm' couples the samples of a batch.*semantics=\"accumulate\""),
     ],
 )
 def test_refused_with_module_and_line(forward: Callable[..., Any], message: str, route: str) -> None:

@@ -9,6 +9,7 @@ from typing import Any, Unpack
 import torch
 
 from autopart import capture as capturing
+from autopart.api.options import SEMANTICS
 from autopart.api.plain import check_hooks
 from autopart.capture.call import Call
 from autopart.codegen.shapes import Bodies
@@ -25,6 +26,7 @@ from autopart.passes.recompute import recompute, with_regions
 from autopart.passes.schedule import schedule as scheduled
 from autopart.passes.segment import segment
 from autopart.passes.shard import shard
+from autopart.passes.slices import least_samples
 from autopart.passes.split import split
 from autopart.passes.verify import verify
 from autopart.solver.choose import choose
@@ -34,10 +36,16 @@ NO_TARGET = capturing.NO_TARGET
 
 
 def captured_step(
-    model: torch.nn.Module, call: Call, loss_fn: Callable[..., Any] | None, target: bool, route: str
+    model: torch.nn.Module,
+    call: Call,
+    loss_fn: Callable[..., Any] | None,
+    target: bool,
+    route: str,
+    semantics: str = "exact",
 ) -> Captured:
     """capture and normalise."""
-    return normalise(capturing.capture(model, call, loss_fn=loss_fn, target=target, route=route))
+    made = capturing.capture(model, call, loss_fn=loss_fn, target=target, route=route)
+    return normalise(made, semantics=semantics)
 
 
 def solve(segmented: Segmented, **pins: Unpack[Pins]) -> Plan:
@@ -48,6 +56,7 @@ def solve(segmented: Segmented, **pins: Unpack[Pins]) -> Plan:
     plain = costs(recompute(segmented))
     chosen = choose(plain, recomputed=again, batch=captured.batch, fingerprint=fingerprint(captured), **pins)
     chosen = with_regions(chosen, segmented)
+    _check_slices(segmented, chosen)
     staged = split(shard(recompute(segmented, chosen.recompute)), chosen)
     lowered = scheduled(staged, chosen)
     return with_memory(with_traffic(chosen, staged, lowered), staged, lowered)
@@ -55,6 +64,7 @@ def solve(segmented: Segmented, **pins: Unpack[Pins]) -> Plan:
 
 def lower(segmented: Segmented, plan: Plan, *, state: State | None = None, check: bool = True) -> Program:
     """recompute, shard, split, schedule, emit and verify."""
+    _check_slices(segmented, plan)
     staged = split(shard(recompute(segmented, plan.recompute)), plan, state=state)
     bodies = Bodies()
     program = emit(staged, scheduled(staged, plan), plan, bodies=bodies)
@@ -77,14 +87,16 @@ def compile(
 ) -> Program:
     """The program of one training step of ``model(*args, **kwargs)`` under a plan; verified before it is returned.
 
-    With `loss_fn`, the loss is ``loss_fn(output)``, or ``loss_fn(output, target)`` with `target`. No process group is
-    needed and nothing is run. Raises CaptureError for a model that cannot be captured or split, ValueError for a plan
-    of another model, VerificationError for a faulty program.
+    With `loss_fn`, the loss is ``loss_fn(output)``, or ``loss_fn(output, target)`` with `target`. `semantics` is
+    "exact" (the whole batch on one device) or "accumulate" (what couples samples sees a microbatch of one data rank, as
+    in gradient accumulation). No process group is needed and nothing is run. Raises CaptureError for a model that
+    cannot be captured or split, ValueError for a plan of another model or one that cuts the batch too small,
+    VerificationError for a faulty program.
     """
     check_semantics(semantics)
     check_hooks(model, "refuse")
     call = capturing.read(model, args, kwargs, batch=batch, target=target)
-    captured = captured_step(model, call, loss_fn, target is not NO_TARGET, capture)
+    captured = captured_step(model, call, loss_fn, target is not NO_TARGET, capture, semantics)
     check_fingerprint(plan, captured)
     return lower(segment(captured, cuts=cuts(plan)), plan)
 
@@ -111,7 +123,7 @@ def plan(
     check_semantics(semantics)
     check_hooks(model, "refuse")
     call = capturing.read(model, args, kwargs, batch=batch, target=target)
-    captured = captured_step(model, call, loss_fn, target is not NO_TARGET, capture)
+    captured = captured_step(model, call, loss_fn, target is not NO_TARGET, capture, semantics)
     return solve(segment(captured, cuts=named(pins.get("stages"))), **pins)
 
 
@@ -137,10 +149,26 @@ def check_fingerprint(plan: Plan, captured: Captured) -> None:
         raise ValueError("plan: it was made for another model (parameter names, shapes or dtypes differ); plan again")
 
 
+def _check_slices(segmented: Segmented, plan: Plan) -> None:
+    if segmented.captured.training:
+        check_cut(plan.batch, plan, least_samples(segmented.captured))
+
+
+def check_cut(batch: int, plan: Plan, least: int) -> None:
+    """Refuse a batch that the plan cannot cut into slices of at least `least` samples."""
+    pieces = plan.mesh.degree("dp") * plan.microbatches
+    if batch < pieces * least:
+        each = f" of {least} samples, without which a BatchNorm has no variance" if least > 1 else ""
+        raise ValueError(
+            f"batch: {batch} samples cannot be cut into {pieces} pieces{each} (dp x microbatches of the plan); "
+            "pass more samples (a loader's last batch may be small: drop_last=True), or pin fewer microbatches"
+        )
+
+
 def check_semantics(semantics: str) -> None:
     """Refuse what is not there."""
-    if semantics != "exact":
-        raise ValueError(f"semantics: {semantics!r} is not supported yet; only 'exact' is")
+    if semantics not in SEMANTICS:
+        raise ValueError(f"semantics: {semantics!r} is not known; one of {', '.join(SEMANTICS)}")
 
 
 def _check_patterns(placement: object, captured: Captured) -> None:

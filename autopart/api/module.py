@@ -150,6 +150,7 @@ def parallelize(
     cluster: Cluster | None = None,
     loss_fn: Callable[..., Any] | None = None,
     batch: Mapping[str, int | None] | None = None,
+    semantics: str = "exact",
     capture: str = "compile",
     hooks: str = "refuse",
     plan: Plan | Program | None = None,
@@ -174,8 +175,9 @@ def parallelize(
     return outputs (`train_step`). `batch` maps input names to their batch dim, or None for inputs that are not split.
     `memory` is the limit per device, such as ``"16GiB"``. `recompute` says what the backward computes again instead of
     keeping it: modules by name, or True for all; by default everything if nothing fits otherwise, False for never.
-    What the model puts into ``torch.utils.checkpoint`` is recomputed in any case. `capture` is "compile" (through
-    torch.compile) or "direct".
+    What the model puts into ``torch.utils.checkpoint`` is recomputed in any case. `semantics` is "exact" (the whole
+    batch on one device; what couples its samples is refused) or "accumulate" (a BatchNorm, say, sees a microbatch of
+    one data rank, as in gradient accumulation). `capture` is "compile" (through torch.compile) or "direct".
 
     Raises TypeError or ValueError for bad arguments at once; CaptureError or PlanInfeasible at the first call.
     """
@@ -184,6 +186,7 @@ def parallelize(
         cluster=cluster,
         loss_fn=loss_fn,
         batch=batch,
+        semantics=semantics,
         capture=capture,
         hooks=hooks,
         plan=plan,

@@ -13,6 +13,9 @@ from autopart.ir.plan import Plan
 from autopart.ir.program import Program
 from autopart.schedules import names
 
+SEMANTICS = ("exact", "accumulate")
+"""What a step means: the whole batch on one device, or that in slices whose losses are weighted and added up."""
+
 
 @dataclass(frozen=True, slots=True)
 class Options:
@@ -22,6 +25,7 @@ class Options:
     cluster: Cluster | None = None
     loss_fn: Callable[..., Any] | None = None
     batch: Mapping[str, int | None] | None = None
+    semantics: str = "exact"
     capture: str = "compile"
     hooks: str = "refuse"
     plan: Plan | Program | None = None
@@ -37,6 +41,7 @@ class Options:
     def __post_init__(self) -> None:
         _whole("devices", self.devices)
         _whole("microbatches", self.microbatches)
+        _one_of("semantics", self.semantics, SEMANTICS)
         _one_of("capture", self.capture, ("compile", "direct"))
         _one_of("hooks", self.hooks, ("refuse", "ignore"))
         if self.loss_fn is not None and not callable(self.loss_fn):
@@ -76,6 +81,12 @@ class Options:
     def given_program(self) -> Program | None:
         """The pinned program."""
         return self.plan if isinstance(self.plan, Program) else None
+
+    @property
+    def meaning(self) -> str:
+        """The semantics, which a pinned program has its own of."""
+        sliced = self.given_program is not None and self.given_program.captured.sliced
+        return "accumulate" if sliced else self.semantics
 
     def world_size(self, found: int | None) -> int:
         """How many ranks to plan for, given the size of the world that is there, if any.

@@ -25,6 +25,7 @@ from autopart.ir.program import Program
 from autopart.ir.segmented import Segmented
 from autopart.ir.state import Unit
 from autopart.passes.segment import segment
+from autopart.passes.slices import least_samples
 from autopart.passes.verify import verify
 from autopart.runtime import distributed
 from autopart.runtime.autograd import delivering
@@ -41,10 +42,11 @@ CACHED_PROGRAMS = 8
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """A program and the texts of the ranks that run in this process, compiled."""
+    """A program and the texts of the ranks that run in this process, compiled; the samples that each slice needs."""
 
     program: Program
     loaded: tuple[Loaded, ...]
+    least: int
 
 
 class Session:
@@ -83,6 +85,7 @@ class Session:
             self._adopt(model, compiled.program)
         results = self._run(model, compiled, call)
         self.report = Report(tuple(result.report for result in results))
+        _write_buffers(model, results[0].buffers)
         return self._result(model, compiled.program, call, results)
 
     # The world
@@ -149,12 +152,8 @@ class Session:
             self._keep(key, compiled)
         compiled = self.programs[key]
         training = compiled.program.captured.training
-        if training and call.batch < self._cut():
-            raise ValueError(
-                f"batch: {call.batch} samples cannot be cut into {self._cut()} pieces (dp x microbatches of the plan); "
-                "pass more samples (a loader's last batch may be small: drop_last=True), or pin fewer microbatches"
-            )
         if training:
+            compiler.check_cut(call.batch, compiled.program.plan, compiled.least)
             self.program = compiled.program
         return compiled
 
@@ -174,10 +173,6 @@ class Session:
                 stacklevel=2,
             )
 
-    def _cut(self) -> int:
-        assert self.plan is not None
-        return self.plan.mesh.degree("dp") * self.plan.microbatches
-
     def _microbatches(self, call: Call) -> int:
         """A forward-only program of a small batch has fewer microbatches than the plan; a training one never has."""
         assert self.plan is not None
@@ -192,7 +187,8 @@ class Session:
         program = self._given(model, call) or self._lowered(model, call, target)
         device = self.transport.device if self.transport is not None else next(iter(call.tensors))[1].device
         ranks = range(self.size) if self.transport is None else (self.transport.rank,)
-        return Compiled(program, tuple(Loaded.of(program, rank, device) for rank in ranks))
+        loaded = tuple(Loaded.of(program, rank, device) for rank in ranks)
+        return Compiled(program, loaded, least_samples(program.captured))
 
     def _given(self, model: torch.nn.Module, call: Call) -> Program | None:
         """The pinned program, verified, if it is one for this call: same shapes, dtypes and other arguments."""
@@ -210,7 +206,7 @@ class Session:
     def _lowered(self, model: torch.nn.Module, call: Call, target: bool) -> Program:
         """Capture the call and compile it under the plan, which is solved for at the first call."""
         loss_fn = self.options.loss_fn if target or not _takes_two(self.options.loss_fn) else None
-        captured = compiler.captured_step(model, call, loss_fn, target, self.options.capture)
+        captured = compiler.captured_step(model, call, loss_fn, target, self.options.capture, self.options.meaning)
         if not captured.training and torch.is_grad_enabled() and model.training:
             raise CaptureError(
                 f"{type(model).__name__} returns no loss that requires grad, so there is nothing to train: return the "
@@ -300,6 +296,14 @@ class Session:
         mesh = program.plan.mesh
         parts = mesh.degree("dp") if unit.held_in_parts(mesh.degree("dp")) else 1
         return [mesh.rank({"pp": unit.stages[0], "dp": part}) for part in range(parts)]
+
+
+def _write_buffers(model: torch.nn.Module, updated: Mapping[str, torch.Tensor]) -> None:
+    """Give the module's buffers the values that a step left them with, which are alike on every rank."""
+    buffers = dict(model.named_buffers(remove_duplicate=False)) if updated else {}
+    with torch.no_grad():
+        for name, value in updated.items():
+            buffers[name].copy_(value)
 
 
 def _whole(pieces: list[torch.Tensor], shape: tuple[int, ...]) -> torch.Tensor:

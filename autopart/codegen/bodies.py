@@ -45,7 +45,10 @@ def _fresh(wish: str, taken: set[str]) -> str:
 
 def _forward(item: Layout, name: str, doc: str) -> list[str]:
     formals = ("b", "B", *item.values, *item.forward_fixed, *item.formals)
-    returned = list(item.body.forward.outputs)
+    count = len(item.segment.outputs)
+    returned = list(item.body.forward.outputs[:count])
+    if item.segment.updates:
+        returned.append(_tuple(item.body.forward.outputs[count:]))
     if item.body.backward is not None:
         returned.append(_tuple(item.body.saved))
     return function(

@@ -33,6 +33,11 @@ def accumulate(world: Any, unit: str, grads: Any) -> None:
     world.accumulate(unit, grads)
 
 
+def update_buffer(world: Any, name: str, value: torch.Tensor) -> None:
+    """In a stage graph: give a buffer a new value."""
+    world.update_buffer(name, value)
+
+
 class _TracedWorld:
     """The world during a trace: parameters and buffers are placeholders, collectives are nodes."""
 
@@ -66,6 +71,9 @@ class _TracedWorld:
 
     def accumulate(self, unit: str, grads: Any) -> None:
         self._call(accumulate, unit, grads)
+
+    def update_buffer(self, name: str, value: Any) -> None:
+        self._call(update_buffer, name, value)
 
     def _call(self, function: Callable[..., Any], *args: Any) -> torch.fx.Proxy:
         return self.tracer.create_proxy("call_function", function, (self.world, *args), {})

@@ -27,7 +27,8 @@ class Event:
 
     `call` is the method. `action` is what a schedule calls it, None for what schedules do not name (reading parameters,
     accumulating, making outputs whole); `within` is the compute action around it. `what` are the shapes sent, expected,
-    accumulated or brought together; `axis` and `stages` say who takes part; `line` is the line of the text.
+    accumulated or brought together; `axis` and `stages` say who takes part; `line` is the line of the text; `buffers`
+    are those that are updated or made one.
     """
 
     call: str
@@ -38,6 +39,7 @@ class Event:
     axis: str = ""
     stages: tuple[int, ...] = ()
     line: int = 0
+    buffers: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +189,29 @@ class RecordingWorld:
         """A buffer or constant."""
         return self.buffers[name]
 
+    def update_buffer(self, name: str, value: Spec) -> None:
+        """Give a buffer a new value."""
+        self._buffers((name,))
+        if value != self.buffers[name]:
+            raise TypeError(f"the buffer {name} is {shown([self.buffers[name]])}, its new value {shown([value])}")
+        self.owner([value])
+        self._add("update_buffer", what=(value,), buffers=(name,))
+
+    def average_buffers(self, *names: str, axis: str) -> None:
+        """Average buffers over an axis."""
+        self._buffers(names)
+        self._add("average_buffers", axis=axis, buffers=names)
+
+    def maximum_buffers(self, *names: str, axis: str) -> None:
+        """Make buffers the largest over an axis."""
+        self._buffers(names)
+        self._add("maximum_buffers", axis=axis, buffers=names)
+
+    def broadcast_buffers(self, *names: str, stage: int) -> None:
+        """Give every stage the buffers of one."""
+        self._buffers(names)
+        self._add("broadcast_buffers", axis="pp", stages=(stage,), buffers=names)
+
     def send(self, values: Sequence[Spec], *, stage: int, to: int, microbatch: int) -> None:
         """Send an edge's values."""
         self._own(values, microbatch)
@@ -272,6 +297,10 @@ class RecordingWorld:
         stage, microbatch = (self.here.stage, self.here.microbatch) if self.here is not None else (-1, -1)
         action = Action(kind, stage, microbatch, unit=unit)
         self._add(call, action, unit=unit, what=what, axis=axis, stages=stages)
+
+    def _buffers(self, names: Sequence[str]) -> None:
+        if unknown := [name for name in names if name not in self.buffers]:
+            raise TypeError(f"no buffer is called {unknown[0]!r}")
 
     def _unit(self, name: str) -> Unit:
         for unit in self.state.units:

@@ -25,7 +25,8 @@ class Spec:
     """A tensor's shape and dtype, standing for it.
 
     `microbatch` is the one that it belongs to, None for what all share; `unit` the unit that it is a parameter of;
-    `call` the number of the body's call that made it. None of these count when specs are compared.
+    `call` the number of the body's call that made it, `place` its place in the tuple that this returned it in. None of
+    these count when specs are compared.
     """
 
     shape: Shape
@@ -33,6 +34,7 @@ class Spec:
     microbatch: int | None = field(default=None, compare=False)
     unit: str = field(default="", compare=False)
     call: int = field(default=-1, compare=False)
+    place: int = field(default=0, compare=False)
 
 
 class Samples(int):
@@ -152,11 +154,13 @@ def _specs(value: Any) -> Any:
     return tuple(_specs(item) for item in value) if isinstance(value, tuple | list) else value
 
 
-def made_by(value: Any, microbatch: int | None, call: int) -> Any:
+def made_by(value: Any, microbatch: int | None, call: int, place: int = 0) -> Any:
     """A body's results as those of one call, which belong to a microbatch."""
     if isinstance(value, Spec):
-        return Spec(value.shape, value.dtype, microbatch, call=call)
-    return tuple(made_by(item, microbatch, call) for item in value) if isinstance(value, tuple) else value
+        return Spec(value.shape, value.dtype, microbatch, call=call, place=place)
+    return (
+        tuple(made_by(item, microbatch, call, i) for i, item in enumerate(value)) if isinstance(value, tuple) else value
+    )
 
 
 def joined(parts: Sequence[Spec], dim: int | None) -> Spec:

@@ -172,14 +172,17 @@ def _inputs(staged: Staged, uses: Sequence[Use], writer: _Writer) -> list[str]:
 
 def _forward_use(item: Layout, names: Mapping[object, str], parameters: Sequence[str]) -> Use:
     segment, saves = item.segment, item.body.backward is not None
+    updates = tuple(
+        f'world.update_buffer("{target}", updated[{position}])' for position, target in enumerate(segment.updates)
+    )
     return Use(
         name=f"{names[item.variant]}_forward",
         takes=segment.values,
         arguments=(*_fixed(segment.forward_fixed, item), *parameters),
         gives=segment.outputs,
         variables=tuple(_numbered(segment.name, i, len(segment.outputs)) for i in range(len(segment.outputs))),
-        extra=("kept",) if saves else (),
-        after=("saved.append(kept)",) if saves else (),
+        extra=("updated",) * bool(updates) + ("kept",) * saves,
+        after=(*updates, *(("saved.append(kept)",) if saves else ())),
         place=_place(segment.name),
     )
 

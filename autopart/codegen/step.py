@@ -10,7 +10,7 @@ from autopart.codegen.roll import Loop, periodic, template
 from autopart.codegen.stages import stage_outputs, stage_prologue
 from autopart.ir.action import Action, Kind
 from autopart.ir.graph import Output, Size, Value
-from autopart.ir.staged import Staged
+from autopart.ir.staged import Staged, averaged
 from autopart.ir.state import Unit
 
 
@@ -27,6 +27,7 @@ def step(staged: Staged, stages: Sequence[int], row: Sequence[Action], degree: i
     lines += [f"    {out.name} = {{}}" for out in _outputs(staged) if _maker(staged, out) in stages]
     lines += _schedule(staged, row)
     lines += _reductions(staged, stages, units, degree)
+    lines += _buffers(staged, stages, degree)
     return [*lines, *_results(staged, stages)]
 
 
@@ -151,6 +152,24 @@ def _reductions(staged: Staged, stages: Sequence[int], units: Sequence[Unit], de
         lines += _rolled([f'world.all_reduce("{unit.name}", axis="pp", stages={unit.stages})' for unit in shared])
         lines.append("    world.wait()")
     return lines
+
+
+def _buffers(staged: Staged, stages: Sequence[int], degree: int) -> list[str]:
+    """The lines that make updated buffers one over dp, and known to every stage."""
+    over_dp: list[str] = []
+    over_pp: list[str] = []
+    for stage in range(len(staged.stages)):
+        updated = staged.updated(stage)
+        for name, kind in (("average", True), ("maximum", False)):
+            names = [f'"{target}"' for target, value in updated if averaged(value) == kind]
+            if names and stage in stages and degree > 1:
+                over_dp += call(f"world.{name}_buffers", [*names, 'axis="dp"'], "")
+        if updated and len(staged.stages) > 1:
+            names = [f'"{target}"' for target, _ in updated]
+            over_pp += call("world.broadcast_buffers", [*names, f"stage={stage}"], "")
+    lines = ["# Updated buffers are made one over the data ranks.", *over_dp] if over_dp else []
+    lines += ["# Every stage learns the buffers that another one updated.", *over_pp] if over_pp else []
+    return ["    " + line for line in lines]
 
 
 def _rolled(lines: Sequence[str]) -> list[str]:

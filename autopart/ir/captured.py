@@ -27,7 +27,8 @@ class Captured:
     once a step on the whole batch, before the rest (empty until `normalise`). `tree` rebuilds the user's return value
     from the leaves in `result`, each the name of an output value, or ``("literal", x)`` for what is not a tensor.
     `tied` maps each parameter name to the name under which its tensor is known here. `batch_dims` gives the split dim
-    of each user input.
+    of each user input. `sliced` says that each slice (data rank and microbatch) computes as if it were the whole batch,
+    because it couples samples (``semantics="accumulate"``); otherwise the slices add up to the whole batch's step.
     """
 
     inputs: tuple[Input, ...]
@@ -42,6 +43,7 @@ class Captured:
     call: tuple[Any, ...] = ()  # what of the call it holds for: shapes but for the batch, dtypes, other arguments
     constants: tuple[Constant, ...] = ()
     prologue: tuple[Node, ...] = ()
+    sliced: bool = False
 
     def values(self) -> Iterator[Value]:
         """Every value: the inputs' first, then the nodes' in order."""
@@ -55,6 +57,10 @@ class Captured:
     def of_kind(self, *kinds: str) -> tuple[Input, ...]:
         """The inputs of the given kinds, in order."""
         return tuple(item for item in self.inputs if item.kind in kinds)
+
+    def updates(self) -> tuple[Output, ...]:
+        """The outputs that are new values of buffers, for the forwards that come after."""
+        return tuple(out for out in self.outputs if out.kind == "mutation")
 
     @property
     def loss(self) -> str | None:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import keyword
 import re
 
-RESERVED = ("world", "batch", "b", "B", "k", "i", "saved", "kept", "one", "torch", "aten", "list", "range", "reversed")
+RESERVED = (
+    "world", "batch", "b", "B", "k", "i", "saved", "kept", "updated", "one",
+    "torch", "aten", "list", "range", "reversed",
+)  # fmt: skip
 """Names that the text of a program uses itself."""
 
 

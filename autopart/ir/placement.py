@@ -111,5 +111,13 @@ class Partial:
         return "Partial(sum)"
 
 
-TensorPlacement = Replicate | Shard | Partial
+@dataclass(frozen=True, slots=True)
+class PerSlice:
+    """A value that each slice of the batch has its own of, and that nothing joins: a statistic of its samples."""
+
+    def __str__(self) -> str:
+        return "PerSlice()"
+
+
+TensorPlacement = Replicate | Shard | Partial | PerSlice
 """How one value is placed on one axis; the same words say how it depends on the microbatch."""

@@ -21,9 +21,9 @@ class Function:
 class Body:
     """The code of one or more segments.
 
-    ``forward(values, fixed, parameters) -> (outputs, saved)`` and ``backward(gradients, saved, fixed, parameters) ->
-    (gradients, parameter gradients)``; each list in the order of the segments' tuples of the same meaning. `saved`
-    names, in the forward's local names, what the backward reads.
+    ``forward(values, fixed, parameters) -> (outputs, updates, saved)`` and ``backward(gradients, saved, fixed,
+    parameters) -> (gradients, parameter gradients)``; each list in the order of the segments' tuples of the same
+    meaning. `saved` names, in the forward's local names, what the backward reads.
     """
 
     name: str
@@ -38,7 +38,8 @@ class Segment:
 
     `fixed` are buffers, constants and prologue values (the same for every microbatch). `forward_parameters` and
     `backward_parameters` are targets, in the order of the body's formals. `gradients` pairs each parameter gradient
-    that the backward returns, after the `backward_outputs`, with its parameter.
+    that the backward returns, after the `backward_outputs`, with its parameter; `updates` are the buffers of which the
+    forward returns the new values, after the `outputs`.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Segment:
     forward_fixed: tuple[str, ...]
     forward_parameters: tuple[str, ...]
     outputs: tuple[str, ...]
+    updates: tuple[str, ...] = ()
     backward_inputs: tuple[str, ...] = ()
     backward_fixed: tuple[str, ...] = ()
     backward_parameters: tuple[str, ...] = ()

@@ -28,6 +28,11 @@ class Edge:
         return sum(value.nbytes(batch) for value in self.values)
 
 
+def averaged(buffer: Value) -> bool:
+    """Whether a buffer that forwards update is averaged over the data ranks; others are made the largest."""
+    return buffer.dtype.is_floating_point or buffer.dtype.is_complex
+
+
 @dataclass(frozen=True, slots=True)
 class Staged:
     """The step cut into stages. ``stages[s]`` are the segments of stage s, in order."""
@@ -65,6 +70,14 @@ class Staged:
         for name, segment_name in first.items():
             found[segment_name] = (*found.get(segment_name, ()), units[name])
         return found
+
+    def updated(self, stage: int) -> tuple[tuple[str, Value], ...]:
+        """The buffers that the forwards of a stage update, in order, each with its new value."""
+        captured = self.segmented.captured
+        made = {out.target: out.name for out in captured.updates()}
+        targets = [target for segment in self.stages[stage] for target in segment.updates]
+        values = {value.name: value for value in captured.values()} if targets else {}
+        return tuple((target, values[made[target]]) for target in targets)
 
     def into(self, stage: int, *, forward: bool) -> tuple[Edge, ...]:
         """The edges that end at a stage, in order of their source."""

@@ -133,7 +133,8 @@ def _forward(staged: Staged, segment: Segment, local: _Local, at: dict[str, Stor
     body, place = staged.segmented.bodies[segment.body], f"{segment.name} forward"
     given = {value.name: ("", 0) for value in body.forward.inputs}  # buffers and parameters
     given.update(zip((v.name for v in body.forward.inputs), (at[name] for name in segment.values), strict=False))
-    at.update(zip(segment.outputs, local.storages(body.forward.outputs, given, place, batch), strict=True))
+    outputs = body.forward.outputs[: len(segment.outputs)]
+    at.update(zip(segment.outputs, local.storages(outputs, given, place, batch), strict=True))
     return local.storages(body.saved, given, place, batch)
 
 

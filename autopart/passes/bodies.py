@@ -27,6 +27,7 @@ class _Flow:
     segment: Segment
     saved: tuple[str, ...]
     gradients: tuple[str, ...]  # the values of Segment.gradients
+    updates: tuple[str, ...]  # those of Segment.updates
 
 
 def build(captured: Captured, names: list[str], home: Mapping[str, int]) -> Segmented:
@@ -53,17 +54,19 @@ def _flows(captured: Captured, names: list[str], home: Mapping[str, int]) -> lis
     for node in captured.nodes:
         nodes[home[node.names()[0]]].append(node)
     backward_made = {name for node in captured.nodes if node.backward for name in node.names()}
-    grads: dict[int, list[tuple[str, str]]] = {}
-    for out in captured.outputs:
-        if out.kind == "grad" and out.name in home:
-            grads.setdefault(home[out.name], []).append((out.name, out.target))
-    kept = {out.name for out in captured.outputs if out.kind != "grad"}
+    grads = _at_home(captured, "grad", home)
+    updates = _at_home(captured, "mutation", home)
+    targets = {out.target for out in captured.updates()}
+    updated = {name for name, item in kinds.items() if item.kind == "buffer" and item.target in targets}
+    kept = {out.name for out in captured.outputs if out.kind in ("loss", "output")}
     readers = _readers(captured, home)
     flows = []
     for index, name in enumerate(names):
         forward = tuple(node for node in nodes[index] if not node.backward)
         backward = tuple(node for node in nodes[index] if node.backward)
         read, back = _outside(forward), _outside(backward)
+        # The next microbatch's forward may have changed it by then: the backward has what the forward read.
+        read += [v for v in back if v in updated and v not in read]
         own = dict.fromkeys(value for node in forward for value in node.names())
         passing = [v for v in back if v not in own and v not in backward_made and not _direct(kinds.get(v))]
         values = tuple(dict.fromkeys([*(v for v in read if not _direct(kinds.get(v))), *passing]))
@@ -76,15 +79,26 @@ def _flows(captured: Captured, names: list[str], home: Mapping[str, int]) -> lis
             forward_fixed=tuple(v for v in read if v in kinds and kinds[v].kind in FIXED),
             forward_parameters=tuple(kinds[v].target for v in read if v in kinds and kinds[v].kind == "parameter"),
             outputs=tuple(v for v in own if v in kept or readers.get((v, False), index) > index),
+            updates=tuple(target for _, target in updates.get(index, [])),
             backward_inputs=tuple(v for v in back if v in backward_made or (v in kinds and kinds[v].kind == "tangent")),
-            backward_fixed=tuple(v for v in back if v in kinds and kinds[v].kind in FIXED),
+            backward_fixed=tuple(v for v in back if v in kinds and kinds[v].kind in FIXED and v not in updated),
             backward_parameters=tuple(kinds[v].target for v in back if v in kinds and kinds[v].kind == "parameter"),
             backward_outputs=tuple(v for v in produced if readers.get((v, True), index) < index),
             gradients=tuple(target for _, target in mine),
         )
-        saved = tuple(v for v in back if v in own or v in passing)
-        flows.append(_Flow(forward, backward, segment, saved, tuple(value for value, _ in mine)))
+        saved = tuple(v for v in back if v in own or v in passing or v in updated)
+        changed = tuple(value for value, _ in updates.get(index, []))
+        flows.append(_Flow(forward, backward, segment, saved, tuple(value for value, _ in mine), changed))
     return flows
+
+
+def _at_home(captured: Captured, kind: str, home: Mapping[str, int]) -> dict[int, list[tuple[str, str]]]:
+    """(value, target) of the outputs of a kind, by the segment that makes them."""
+    found: dict[int, list[tuple[str, str]]] = {}
+    for out in captured.outputs:
+        if out.kind == kind and out.name in home:
+            found.setdefault(home[out.name], []).append((out.name, out.target))
+    return found
 
 
 def _readers(captured: Captured, home: Mapping[str, int]) -> dict[tuple[str, bool], int]:
@@ -143,7 +157,7 @@ def _structure(
         *(-1 - numbers[targets[t]] for t in (*segment.backward_parameters, *segment.gradients)),
     )
     named = (*segment.values, *segment.forward_fixed, *segment.outputs), flow.saved, segment.backward_inputs
-    more = segment.backward_fixed, segment.backward_outputs, flow.gradients
+    more = segment.backward_fixed, segment.backward_outputs, flow.gradients, flow.updates
     return (
         given,
         paths,
@@ -178,7 +192,8 @@ def _localised(flow: _Flow, values: Mapping[str, Value], targets: Mapping[str, s
     for name in (*(targets[target] for target in segment.parameters), *fixed, *segment.values):
         local.add(name, wishes.get(name, "x").removeprefix(prefix))
     parameters = [targets[t] for t in segment.forward_parameters]
-    forward = local.function((*segment.values, *segment.forward_fixed, *parameters), flow.forward, segment.outputs)
+    formals = (*segment.values, *segment.forward_fixed, *parameters)
+    forward = local.function(formals, flow.forward, (*segment.outputs, *flow.updates))
     saved = tuple(local.names[name] for name in taken)
     if not flow.backward:
         return Body("", forward, saved, None)
@@ -231,7 +246,7 @@ class _Local:
 
 def _short(opname: str) -> str:
     """A result's name after its operator: ``layer_norm`` for ``aten.native_layer_norm.default``."""
-    name = opname.split(".")[1].strip("_").removeprefix("native_")
+    name = opname.split(".")[1].strip("_").removeprefix("native_").removesuffix("_functional").removesuffix("_legit")
     return "attention" + "_backward" * name.endswith("backward") if "attention" in name else name
 
 

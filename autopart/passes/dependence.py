@@ -52,7 +52,8 @@ class NeededWhole(Exception):
 
 ADVICE = (
     "Compute it within each sample (a LayerNorm or GroupNorm rather than a BatchNorm), "
-    "or name the inputs that hold no samples, batch={name: None}"
+    "name the inputs that hold no samples, batch={name: None}, "
+    'or let each microbatch compute as if it were the whole batch, semantics="accumulate"'
 )
 
 

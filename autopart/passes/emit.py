@@ -58,10 +58,13 @@ def observe(
         return replace(known, names={**known.names, "RANK": int(number[1])})
     values = {item.target: item.value for item in captured.of_kind("input")}
     buffers = {item.target: _spec(item.value, batch) for item in captured.of_kind("buffer", "constant")}
+    if updates := captured.updates():  # a buffer that is only written is no input
+        made = {value.name: value for value in captured.values()}
+        buffers |= {out.target: _spec(made[out.name], batch) for out in updates}
     inputs = {target: (lambda b, value=value: _spec(value, b)) for target, value in values.items()}
     world = RecordingWorld(state, parts, part, buffers)
-    made = bodies.recordings[alike] = record(text, f"<rank {rank}>", world, RecordingBatch(inputs, mine, batch), bodies)
-    return made
+    seen = bodies.recordings[alike] = record(text, f"<rank {rank}>", world, RecordingBatch(inputs, mine, batch), bodies)
+    return seen
 
 
 def _spec(value: Value, batch: int) -> Spec:

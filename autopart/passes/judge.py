@@ -19,6 +19,7 @@ from autopart.passes.dependence import (
     NeededWhole,
     batch_dims,
     depend,
+    refuse,
 )
 from autopart.rules.factor import ArgPath, slots
 
@@ -65,10 +66,15 @@ def judge(inputs: Sequence[Input], nodes: Sequence[Node], outputs: Sequence[Outp
     return Judgement(
         {name: fact.place for name, fact in scan.facts.items()},
         tuple(scan.shares),
-        tuple(i for i, output in enumerate(outputs) if scan.needs_share(output)),
+        tuple(i for i, output in enumerate(outputs) if scan.needs_share(output, nodes)),
         tuple(scan.whole),
         tuple(name for node in nodes for name in node.names() if name in scan.lifted),
     )
+
+
+def takes_sizes(node: Node) -> bool:
+    """Whether a size that moves with the batch enters a node's arithmetic."""
+    return any(True for _ in _numbers(node))
 
 
 def _numbers(node: Node) -> Iterator[ArgPath]:
@@ -162,13 +168,12 @@ class _Scan:
             return Fact(self.facts[of].place, free=False)
         return Fact(Shard(dims[0]), free=False)
 
-    def needs_share(self, output: Output) -> bool:
+    def needs_share(self, output: Output, nodes: Sequence[Node]) -> bool:
         """Whether an output must be multiplied by the microbatch's share; refuses what cannot be put together."""
         fact = self.facts[output.name]
         if output.kind == "mutation" and not isinstance(fact.place, Replicate):
-            raise CaptureError(
-                f"the buffer {output.target!r} is updated from the samples, by each microbatch on its own. {ADVICE}"
-            )
+            made = next(node for node in nodes if output.name in node.names())
+            refuse(made, f"updates the buffer {output.target!r} from the samples, which are those of a part")
         if output.kind not in ("loss", "grad"):
             return False
         source = self.samples.get(output.target) if output.kind == "grad" else None

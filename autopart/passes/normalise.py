@@ -12,6 +12,7 @@ after:  prologue: count (of the whole batch); loss = nll_sum / count, a part of 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable
 from dataclasses import replace
 
@@ -25,25 +26,55 @@ from autopart.passes.accumulate import trees
 from autopart.passes.decompose import decompose_means, explicit_squeezes
 from autopart.passes.judge import Judgement, Site, judge
 from autopart.passes.simplify import simplify
+from autopart.passes.slices import of_the_slice, without_running_statistics
+from autopart.passes.weights import counts, judge_slices
 
 VIEWS = frozenset(
     ("t", "permute", "transpose", "view", "expand", "unsqueeze", "squeeze", "alias", "slice", "select", "_unsafe_view")
 )
 
 
-def normalise(captured: Captured) -> Captured:
+def normalise(captured: Captured, *, semantics: str = "exact") -> Captured:
     """Normalise a captured step.
 
-    Raises CaptureError for random ops, updated buffers and what couples a batch's samples.
+    With semantics "accumulate", a step that couples a batch's samples is left as it is for each slice of the batch
+    (`passes.slices`). Raises CaptureError for random ops, and with "exact" for what couples a batch's samples and for
+    buffers that are updated from them.
     """
+    captured = _prepared(captured)
+    if semantics == "exact":
+        return _with_judgement(*_exact(captured))
+    nodes = without_running_statistics(of_the_slice(captured.nodes))
+    sliced = dead_code_eliminated(replace(captured, nodes=nodes, sliced=True))
+    with contextlib.suppress(CaptureError):  # nothing couples, so the slices add up to the whole batch
+        exact, judgement = _exact(captured)
+        # Of what the whole batch decides, a slice takes the counts that divide its loss, and nothing else.
+        if not judgement.prologue or set(judgement.prologue) <= counts(sliced.inputs, sliced.nodes, sliced.outputs):
+            return _with_judgement(exact, judgement)
+    return _with_judgement(sliced, judge_slices(sliced.inputs, sliced.nodes, sliced.outputs))
+
+
+def _prepared(captured: Captured) -> Captured:
+    """The step without what means nothing to a part of the batch."""
     _refuse(captured)
     nodes, alias = simplify(captured.nodes, (item.value for item in captured.inputs))
     outputs = tuple(replace(out, name=alias.get(out.name, out.name)) for out in captured.outputs)
     result = tuple(alias.get(item, item) if isinstance(item, str) else item for item in captured.result)
     captured = replace(captured, nodes=nodes, outputs=_gradients_by_use(nodes, outputs), result=result)
-    nodes = explicit_squeezes(captured.inputs, decompose_means(captured.inputs, captured.nodes))
+    captured = _with_made_updates(captured)
+    return replace(captured, nodes=explicit_squeezes(captured.inputs, captured.nodes))
+
+
+def _exact(captured: Captured) -> tuple[Captured, Judgement]:
+    """The step with its means taken apart, and how its microbatches add up to the whole batch."""
+    nodes = decompose_means(captured.inputs, captured.nodes)
     captured = dead_code_eliminated(replace(captured, nodes=nodes))
     judgement = judge(captured.inputs, captured.nodes, captured.outputs)
+    _check_updates(captured)
+    return captured, judgement
+
+
+def _with_judgement(captured: Captured, judgement: Judgement) -> Captured:
     captured = _with_whole_batch(_with_output_placements(captured, judgement), judgement)
     captured = _with_prologue(captured, judgement.prologue)
     return dead_code_eliminated(_with_parameter_views(captured))
@@ -52,18 +83,11 @@ def normalise(captured: Captured) -> Captured:
 def _refuse(captured: Captured) -> None:
     made = {name: node for node in captured.nodes for name in node.names()}
     kinds = {item.target: item.kind for item in captured.inputs}
-    for out in captured.outputs:
-        if out.kind == "mutation":
-            kind = kinds.get(out.target, "buffer")
-            advice = (
-                "freeze it (for BatchNorm: .eval() on the layer), or replace the layer by one without running "
-                "statistics"
-                if kind == "buffer"
-                else "work on a copy of it"
-            )
+    for out in captured.updates():
+        if (kind := kinds.get(out.target, "buffer")) != "buffer":
             raise CaptureError(
                 f"{_place(made.get(out.name))}the {kind} {out.target} is changed in place during the forward, which "
-                f"is not supported yet; {advice}"
+                "is not supported; work on a copy of it"
             )
     drawing = {op for op in {node.op for node in captured.nodes} if torch.Tag.nondeterministic_seeded in op.tags}
     for node in captured.nodes:
@@ -72,6 +96,31 @@ def _refuse(captured: Captured) -> None:
                 f"{_place(node)}{node.opname} draws random numbers, which is not supported yet; set a dropout's "
                 "probability to 0, draw other numbers outside and pass them in as an input"
             )
+
+
+def _check_updates(captured: Captured) -> None:
+    """Refuse a step that computes with a buffer which its forward updates: it is not the same on all microbatches."""
+    held = {item.target: item.value.name for item in captured.of_kind("buffer")}
+    for out in captured.updates():
+        reached = {held[out.target]} if out.target in held else set()
+        for node in captured.nodes:
+            if reached.intersection(node.refs()):
+                reached.update(node.names())
+        if reader := next((o for o in captured.outputs if o.name in reached and o.kind != "mutation"), None):
+            made = next((node for node in captured.nodes if out.name in node.names()), None)
+            raise CaptureError(
+                f"{_place(made)}the buffer {out.target} is updated by every microbatch, and the {reader.kind} "
+                f"{reader.target} depends on it, so it would not be that of the whole batch; pass "
+                'semantics="accumulate" to update it by each microbatch in order, or update it in the loop'
+            )
+
+
+def _with_made_updates(captured: Captured) -> Captured:
+    """The new value of a buffer that no node makes (another buffer, say) is made by a copy at the end."""
+    made = {name for node in captured.nodes for name in node.names()}
+    captured, copies = _copied(captured, [out.name for out in captured.updates() if out.name not in made])
+    outputs = (replace(o, name=copies.get(o.name, o.name)) if o.kind == "mutation" else o for o in captured.outputs)
+    return replace(captured, outputs=tuple(outputs))
 
 
 def _place(node: Node | None) -> str:
@@ -130,15 +179,18 @@ def _with_whole_batch(captured: Captured, judgement: Judgement) -> Captured:
         edits.setdefault(site.node, []).append((site, False))
     values = {value.name: value for value in captured.values()}
     nodes: list[Node] = []
+    shares: dict[tuple[str, str, bool], str] = {}  # one a module and phase, so that none travels far
     for index, node in enumerate(captured.nodes):
         for site, whole in edits.get(index, ()):
             arg = _get(node, site.path)
             if whole:
                 node = _set(node, site.path, replace(arg, whole=True))
             elif isinstance(arg, Ref):
-                scaled = _scaled(values[arg.name], f"{arg.name}_share{len(nodes)}", node)
-                nodes.append(scaled)
-                node = _set(node, site.path, Ref(scaled.names()[0]))
+                key = arg.name, node.module, node.backward
+                if key not in shares:
+                    shares[key] = f"{arg.name}_share{len(nodes)}"
+                    nodes.append(_scaled(values[arg.name], shares[key], node))
+                node = _set(node, site.path, Ref(shares[key]))
             else:
                 node = _set(node, site.path, Share(arg))
         nodes.append(node)
@@ -147,8 +199,10 @@ def _with_whole_batch(captured: Captured, judgement: Judgement) -> Captured:
     for index in judgement.output_shares:
         out = outputs[index]
         like = made[out.name] if out.name in made else nodes[-1]
-        scaled = _scaled(values[out.name], f"{out.name}_share{len(nodes)}", like)
+        name = f"{out.name}_share"
+        scaled = _scaled(values[out.name], name if name not in made else f"{name}{len(nodes)}", like)
         nodes.append(scaled)
+        made[scaled.names()[0]] = scaled
         outputs[index] = replace(out, name=scaled.names()[0])
     renamed = {old.name: new.name for old, new in zip(captured.outputs, outputs, strict=True) if old.kind != "grad"}
     result = tuple(renamed.get(item, item) if isinstance(item, str) else item for item in captured.result)
@@ -216,12 +270,19 @@ def _whole(node: Node) -> Node:
 
 def _with_copies(captured: Captured, given: set[str]) -> Captured:
     """A prologue value that the step returns is made by its last layer, as every output is: copy it there."""
-    returned = [out for out in captured.outputs if out.name in given]
-    if not returned:
-        return captured
+    captured, copies = _copied(captured, [o.name for o in captured.outputs if o.name in given])
+    return replace(
+        captured,
+        outputs=tuple(replace(out, name=copies.get(out.name, out.name)) for out in captured.outputs),
+        result=tuple(copies.get(item, item) if isinstance(item, str) else item for item in captured.result),
+    )
+
+
+def _copied(captured: Captured, names: list[str]) -> tuple[Captured, dict[str, str]]:
+    """The step with copies of some values made by its last layer's forward, and the copies' names."""
     values = {value.name: value for value in captured.values()}
     last = max(i for i, node in enumerate(captured.nodes) if not node.backward)
-    like, copies = captured.nodes[last], {out.name: f"{out.name}_copy" for out in returned}
+    like, copies = captured.nodes[last], {name: f"{name}_copy" for name in names}
     made = [
         replace(
             like,
@@ -233,12 +294,7 @@ def _with_copies(captured: Captured, given: set[str]) -> Captured:
         )
         for name, copy in copies.items()
     ]
-    return replace(
-        captured,
-        nodes=(*captured.nodes[: last + 1], *made, *captured.nodes[last + 1 :]),
-        outputs=tuple(replace(out, name=copies.get(out.name, out.name)) for out in captured.outputs),
-        result=tuple(copies.get(item, item) if isinstance(item, str) else item for item in captured.result),
-    )
+    return replace(captured, nodes=(*captured.nodes[: last + 1], *made, *captured.nodes[last + 1 :])), copies
 
 
 def _without(node: Node, names: set[str]) -> Node:

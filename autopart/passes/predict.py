@@ -12,11 +12,13 @@ from dataclasses import replace
 from itertools import pairwise
 from math import ceil
 
+import torch
+
 from autopart.ir.action import Action, Kind, Scheduled
 from autopart.ir.mesh import pieces
 from autopart.ir.plan import Plan, StageMemory
 from autopart.ir.segmented import Segment
-from autopart.ir.staged import Staged
+from autopart.ir.staged import Staged, averaged
 from autopart.ir.state import Unit
 from autopart.ir.traffic import COLLECTIVES, sent_bytes
 from autopart.passes.activations import peak_activations
@@ -62,6 +64,7 @@ def predict_traffic(staged: Staged, scheduled: Scheduled, plan: Plan) -> tuple[S
             sizes = pieces(shares[part], plan.microbatches)
             actions = [a for a in rows[column] if a.kind is Kind.GATHER or a.unit in at_once]
             calls = [*_each_microbatch(actions, wires, degree, plan.microbatches), *across, *everywhere]
+            calls += _buffers(staged, places, column, degree)
             stages = [stage for stage, place in enumerate(places) if place == column]
             calls += _once(staged, held[column], stages, wires, degree)
             known[key] = _added(_sends(staged, scheduled.table[column], sizes), calls)
@@ -117,6 +120,19 @@ def _across_stages(staged: Staged, units: Sequence[Unit], places: Sequence[int],
         if unit.name in trained and len(unit.stages) > 1:
             numel = unit.part_numel(part, degree) if unit.held_in_parts(degree) else unit.numel
             yield "all_reduce", numel * unit.dtype.itemsize, len({places[stage] for stage in unit.stages}), 1
+
+
+def _buffers(staged: Staged, places: Sequence[int], column: int, degree: int) -> Calls:
+    """What makes updated buffers one over dp, and then known on every stage; those of a dtype travel together."""
+    for stage, place in enumerate(places):
+        sizes: Counter[tuple[torch.dtype, bool]] = Counter()
+        for _, value in staged.updated(stage):
+            sizes[value.dtype, averaged(value)] += value.nbytes(1)
+        for (_, mean), nbytes in sizes.items():
+            if place == column and degree > 1:
+                yield "all_reduce" if mean else "all_gather", nbytes if mean else nbytes * degree, degree, 1
+            if len(places) > 1:
+                yield "broadcast", nbytes, len(set(places)), 1
 
 
 def _outputs(staged: Staged, plan: Plan) -> Calls:

@@ -3,7 +3,9 @@
 before: h: float32[b, 128, 384]                  after: h: Shard(0) on dp; a loss, a weight's gradient: Partial(sum)
 
 The factor rules give each result's placement from its operands'. `normalise` made the graph such that nothing has to be
-scaled or gathered on the way; this pass holds it to that, so what it accepts adds up over ranks and microbatches.
+scaled or gathered on the way; this pass holds it to that, so what it accepts adds up over ranks and microbatches. Where
+each slice of the batch computes as if it were the whole (`Captured.sliced`), all that has to add up are the loss and
+the gradients.
 """
 
 from __future__ import annotations
@@ -14,11 +16,12 @@ from dataclasses import replace
 import torch
 
 from autopart.errors import CaptureError
-from autopart.ir.graph import Arg, Node, Share, Value
-from autopart.ir.placement import Partial, Replicate, Shard, TensorPlacement
+from autopart.ir.graph import Arg, Node, Share
+from autopart.ir.placement import Partial, PerSlice, TensorPlacement
 from autopart.ir.segmented import Function, Segment, Segmented
 from autopart.ir.sharded import Sharded
-from autopart.passes.dependence import Fact, batch_dims, depend
+from autopart.passes.dependence import Fact, depend
+from autopart.passes.slices import given, in_slice
 from autopart.rules.factor import ArgPath
 
 AXIS = "dp"
@@ -32,7 +35,7 @@ def shard(segmented: Segmented) -> Sharded:
         walk.backward(segment, local)
     for out in segmented.captured.outputs:
         placed = walk.facts.get(out.name)
-        if out.kind == "loss" and placed is not None and placed.place != Partial() and not placed.zero:
+        if out.kind == "loss" and placed is not None and not _adds_up(placed):
             raise CaptureError(f"the loss is {placed.place} over microbatches, where it must be a part of a sum")
     between = {name: walk.facts[name].place for segment in segmented.segments for name in _passing(segment)}
     return Sharded(segmented, AXIS, between, tuple(walk.inside))
@@ -43,8 +46,9 @@ class _Walk:
 
     def __init__(self, segmented: Segmented) -> None:
         captured = segmented.captured
-        self.bodies = segmented.bodies
-        self.facts = {item.value.name: _given(item.value, item.kind) for item in captured.inputs}
+        self.bodies, self.sliced = segmented.bodies, captured.sliced
+        updated = {out.target for out in captured.updates()} if captured.sliced else set()
+        self.facts = {item.value.name: given(item, item.target in updated) for item in captured.inputs}
         self.names = {item.target: item.value.name for item in captured.of_kind("parameter")}
         self.inside: list[Mapping[str, TensorPlacement]] = [{} for _ in segmented.bodies]
         self._known: dict[object, dict[str, Fact]] = {}
@@ -55,7 +59,7 @@ class _Walk:
         given = tuple(self.facts[name] for name in (*segment.values, *segment.forward_fixed, *parameters))
         function = self.bodies[segment.body].forward
         found = self._call(segment, function, given)
-        self.facts.update(zip(segment.outputs, (found[name] for name in function.outputs), strict=True))
+        self.facts.update(zip(segment.outputs, (found[name] for name in function.outputs), strict=False))
         return found
 
     def backward(self, segment: Segment, local: Mapping[str, Fact]) -> None:
@@ -73,7 +77,7 @@ class _Walk:
         results = [found[name] for name in body.backward.outputs]
         self.facts.update(zip(segment.backward_outputs, results, strict=False))
         for target, fact in zip(segment.gradients, results[len(segment.backward_outputs) :], strict=True):
-            if fact.place != Partial() and not fact.zero:
+            if not _adds_up(fact):
                 raise CaptureError(
                     f"{segment.name}: the gradient of {target} is {fact.place}, where it must be a part of a sum"
                 )
@@ -81,7 +85,8 @@ class _Walk:
     def _call(self, segment: Segment, function: Function, given: tuple[Fact, ...]) -> dict[str, Fact]:
         key = (segment.body, id(function), given)
         if key not in self._known:
-            found = self._known[key] = _inside(function, given, segment.name)
+            inside = _inside_slice if self.sliced else _inside
+            found = self._known[key] = inside(function, given, segment.name)
             placed = {name: fact.place for name, fact in found.items()}
             self.inside[segment.body] = {**self.inside[segment.body], **placed}
         return self._known[key]
@@ -102,18 +107,27 @@ def _inside(function: Function, given: Sequence[Fact], where: str) -> dict[str, 
     return facts
 
 
+def _inside_slice(function: Function, given: Sequence[Fact], where: str) -> dict[str, Fact]:
+    """The same where each slice computes as if it were the whole batch."""
+    values = {value.name: value for value in function.inputs}
+    facts = dict(zip(values, given, strict=True))
+    for node in function.nodes:
+        values |= {out.name: out for out in node.outs if out is not None}
+        facts |= in_slice(node, values, facts)
+    return facts
+
+
+def _adds_up(fact: Fact) -> bool:
+    """Whether the slices' values add up to the whole batch's; one of a slice's own has its weight by then."""
+    return isinstance(fact.place, Partial | PerSlice) or fact.zero
+
+
 def _argument(node: Node, path: ArgPath) -> Arg:
     first, *rest = path
     found = dict(node.kwargs)[first] if isinstance(first, str) else node.args[first]
     for step in rest:
         found = found[step]
     return found
-
-
-def _given(value: Value, kind: str) -> Fact:
-    """What is known of a graph input: the user's samples are split, everything else is the same everywhere."""
-    dims = batch_dims(value)
-    return Fact(Shard(dims[0]) if dims else Replicate(), free=kind != "parameter")
 
 
 def _passing(segment: Segment) -> tuple[str, ...]:

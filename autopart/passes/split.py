@@ -26,12 +26,14 @@ from autopart.ir.state import Parameter, State, Unit
 def split(sharded: Sharded, plan: Plan, *, state: State | None = None) -> Staged:
     """Cut into the plan's stages. With `state` (another program's), parameters stay in its units.
 
-    Raises CaptureError if this program uses a parameter on a stage that does not hold it.
+    Raises CaptureError if this program uses a parameter on a stage that does not hold it, or a buffer elsewhere than
+    where its forwards update it.
     """
     segmented = sharded.segmented
     stages = _stages(segmented, plan)
     state = state or place(segmented.captured, stages, plan)
     _check_holders(stages, state)
+    _check_buffers(segmented.captured, stages)
     return Staged(sharded, stages, _edges(segmented, stages), state)
 
 
@@ -99,6 +101,22 @@ def _check_holders(stages: Sequence[Sequence[Segment]], state: State) -> None:
                         f"{segment.name} uses {target} on stage {number}, but the plan keeps it on stages "
                         f"{holders.get(target, ())}; plan again from a call that uses the model this way"
                     )
+
+
+def _check_buffers(captured: Captured, stages: Sequence[Sequence[Segment]]) -> None:
+    """A buffer that forwards update is read on the same stage, by no later segment: it has changed by then."""
+    places = [(number, segment) for number, stage in enumerate(stages) for segment in stage]
+    updated = {target: i for i, (_, segment) in enumerate(places) for target in segment.updates}
+    held = {item.value.name: item.target for item in captured.of_kind("buffer")}
+    for i, (stage, segment) in enumerate(places):
+        for target in (held.get(name, "") for name in (*segment.forward_fixed, *segment.backward_fixed)):
+            at = updated.get(target, i)
+            if at < i or places[at][0] != stage:
+                raise CaptureError(
+                    f"the buffer {target} is updated in {places[at][1].name} on stage {places[at][0]}, and its value "
+                    f"before that is read in {segment.name} on stage {stage}, where another microbatch's update may "
+                    "come first; keep both in one layer, or on one stage with the update last (stages=[...])"
+                )
 
 
 def _edges(segmented: Segmented, stages: Sequence[Sequence[Segment]]) -> tuple[Edge, ...]:

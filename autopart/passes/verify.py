@@ -11,6 +11,8 @@ that microbatches differ in size. What the texts do is then held against these r
 ``work``         each microbatch has one forward and one backward on each stage; they read every parameter as placed
 ``gradients``    each backward adds every gradient that it makes, once, to its own unit; each unit is reduced once over
                  dp, and once over the stages that share it, after its last contribution
+``buffers``      each forward gives every buffer that it updates its new value, once; after the last update they are
+                 made one over dp, and every stage learns them
 ``outputs``      each rank returns the outputs that it makes or needs, whole
 
 What must be there follows from the program's graph, plan and state, never from the passes that wrote the text.
@@ -27,6 +29,7 @@ from autopart.ir.mesh import pieces
 from autopart.ir.plan import Plan
 from autopart.ir.program import Program
 from autopart.passes.verify_between import collectives, ends, transfers
+from autopart.passes.verify_buffers import buffers
 from autopart.passes.verify_texts import Text, fault, read
 from autopart.passes.verify_within import Needs, gradients, needs, work
 
@@ -102,6 +105,8 @@ def _checked(
     stored = sum(map(_check_stores, texts))
     actions = sum(work(text, needed, state, program.plan.microbatches, training) for text in texts)
     graded = [gradients(text, needed, state) for text in texts]
+    values = [program.staged.updated(stage) for stage in range(len(program.staged.stages))]
+    updated = sum(buffers(text, program.staged, values) for text in texts)
     shared = collectives(texts)
     meetings = ends(texts, [*sent, *shared])
     outputs = sum(_check_outputs(text, program, made, batch) for text in texts)
@@ -113,6 +118,7 @@ def _checked(
         Checked("stores", stored, "values kept for later"),
         Checked("work", actions, "forwards and backwards"),
         Checked("gradients", sum(n for n, _ in graded), f"contributions, {sum(n for _, n in graded)} reductions"),
+        *((Checked("buffers", updated, "updates of buffers"),) if updated else ()),
         Checked("outputs", outputs, "outputs"),
     )
 

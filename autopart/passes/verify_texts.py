@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -39,7 +40,7 @@ class Text:
         """The ranks that take part in a collective."""
         if event.axis == "world":
             return tuple(range(self.mesh.size))
-        if event.stages:
+        if event.stages and event.call != "broadcast_buffers":
             return tuple(sorted({self.rank_of(stage) for stage in event.stages}))
         return self.mesh.group(self.rank, event.axis)
 
@@ -62,8 +63,9 @@ class Text:
 
 
 def told(event: Event) -> str:
-    """The call, and the unit that it is about: ``all_reduce of "h.1"``."""
-    return f'{event.call} of "{event.unit}"' if event.unit else event.call
+    """The call, and the unit or buffers that it is about: ``all_reduce of "h.1"``."""
+    about = (event.unit,) if event.unit else event.buffers
+    return f"{event.call} of {', '.join(map(json.dumps, about))}" if about else event.call
 
 
 def fault(rule: str, where: str, problem: str, remedy: str) -> VerificationError:

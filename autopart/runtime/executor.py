@@ -34,11 +34,12 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What one step of one rank gave: outputs by value name, gradients by unit, and what was measured."""
+    """What one step of one rank gave: outputs by value name, gradients by unit, what was measured, updated buffers."""
 
     outputs: Mapping[str, torch.Tensor]
     gradients: Mapping[str, list[torch.Tensor | None]]
     report: RankReport
+    buffers: Mapping[str, torch.Tensor]
 
 
 def run(
@@ -65,7 +66,7 @@ def run(
         transport.fail(error)
         raise
     sent = {kind: count - before.get(kind, 0) for kind, count in transport.bytes_sent().items()}
-    return StepResult(outputs, states.gradients, _report(plan, loaded.rank, sent, world))
+    return StepResult(outputs, states.gradients, _report(plan, loaded.rank, sent, world), world.updated)
 
 
 def _report(plan: Plan, rank: int, sent: Mapping[str, int], world: World) -> RankReport:

@@ -31,6 +31,7 @@ class World:
     ) -> None:
         self.transport, self.mesh, self.place = transport, mesh, tuple(place)
         self.states, self.buffers, self.batch = states, buffers, batch
+        self.updated: dict[str, torch.Tensor] = {}
         self.memory = Memory(states, (*buffers.values(), *batch.given()))
         self.log = Log()
         self.here = mesh.coordinate(transport.rank)
@@ -130,8 +131,48 @@ class World:
             self._begun.popleft()[1]()
 
     def buffer(self, name: str) -> torch.Tensor:
-        """A buffer or constant by name."""
-        return self.buffers[name]
+        """A buffer or constant by name: the last update of this step, else as it was before the step."""
+        return self.updated[name] if name in self.updated else self.buffers[name]
+
+    def update_buffer(self, name: str, value: torch.Tensor) -> None:
+        """Give a buffer a new value for the forwards that come after; the caller's own tensor stays as it is."""
+        self.updated[name] = value
+
+    def average_buffers(self, *names: str, axis: str) -> None:
+        """Average updated buffers over an axis."""
+        group = self._group(axis)
+        for together in self._by_dtype(names):
+            flat = self._packed(together)
+            self.transport.all_reduce(flat, group)
+            self._unpack(together, flat / len(group))
+
+    def maximum_buffers(self, *names: str, axis: str) -> None:
+        """Make updated buffers the largest over an axis, element by element."""
+        group = self._group(axis)
+        for together in self._by_dtype(names):
+            every = self.transport.all_gather(self._packed(together), group)
+            self._unpack(together, every.view(len(group), every.numel() // len(group)).amax(0))
+
+    def broadcast_buffers(self, *names: str, stage: int) -> None:
+        """Give every stage the updated buffers of one, within each part of the batch."""
+        source, group = self._rank_of(stage), self._group("pp")
+        for together in self._by_dtype(names):
+            flat = self._packed(together)
+            self.transport.broadcast(flat, source, group)
+            self._unpack(together, flat)
+
+    def _by_dtype(self, names: Sequence[str]) -> list[list[str]]:
+        """Buffers that travel together; every rank has a tensor of each, if an old one."""
+        kinds = dict.fromkeys(self.buffers[name].dtype for name in names)
+        return [[name for name in names if self.buffers[name].dtype == dtype] for dtype in kinds]
+
+    def _packed(self, names: Sequence[str]) -> torch.Tensor:
+        return torch.cat([self.buffer(name).reshape(-1) for name in names])
+
+    def _unpack(self, names: Sequence[str], flat: torch.Tensor) -> None:
+        pieces = torch.split(flat, [self.buffers[name].numel() for name in names])
+        for name, piece in zip(names, pieces, strict=True):
+            self.updated[name] = piece.view(self.buffers[name].shape)
 
     # Stage to stage
 

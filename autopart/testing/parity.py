@@ -11,6 +11,7 @@ import torch
 
 from autopart import _torch
 from autopart.api import compile, parallelize, plan
+from autopart.capture import read
 from autopart.ir.plan import Plan
 from autopart.ir.program import Program
 from autopart.testing.world import LocalWorld
@@ -26,6 +27,55 @@ class Trajectory:
     gradients: tuple[Mapping[str, torch.Tensor], ...]
     norms: tuple[float, ...]
     parameters: Mapping[str, torch.Tensor]
+    buffers: Mapping[str, torch.Tensor]
+
+
+Weight = Callable[[tuple[Any, ...], Mapping[str, Any]], float]
+"""What of a call the share of its loss is counted in: samples, or valid targets."""
+
+
+class Sliced:
+    """A plain module fed in slices, data rank by data rank and microbatch by microbatch, one loss for all of them.
+
+    Each loss has the share ``weight(args, kwargs)`` of its slice in that of the whole call: by default the number of
+    samples; a loss normalised by valid targets wants their number, a sum over the batch a constant. The microbatches of
+    a data rank update buffers one after the other; over the data ranks, all of which start alike, floating ones are
+    averaged, others the largest.
+    """
+
+    def __init__(self, module: torch.nn.Module, ranks: int, microbatches: int, weight: Weight | None = None) -> None:
+        self.module, self.ranks, self.microbatches, self.weight = module, ranks, microbatches, weight
+        self.parameters, self.named_parameters = module.parameters, module.named_parameters
+        self.state_dict, self.named_buffers = module.state_dict, module.named_buffers
+
+    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """The weighted loss of one call."""
+        whole, total, ended = self._weight(args, kwargs), torch.zeros(()), []
+        for rank_args, rank_kwargs in self._cut(args, kwargs, self.ranks):
+            buffers = dict(self.module.named_buffers())
+            for piece_args, piece_kwargs in self._cut(rank_args, rank_kwargs, self.microbatches):
+                buffers = {name: buffer.clone() for name, buffer in buffers.items()}
+                value = torch.func.functional_call(self.module, buffers, piece_args, piece_kwargs)
+                if share := self._weight(piece_args, piece_kwargs) / whole:
+                    total = total + _loss(value) * share
+            ended.append(buffers)
+        with torch.no_grad():
+            for name, buffer in self.module.named_buffers():
+                every = torch.stack([buffers[name] for buffers in ended])
+                buffer.copy_(every.mean(0) if buffer.is_floating_point() else every.amax(0))
+        return total
+
+    def _weight(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> float:
+        return float(read(self.module, args, kwargs).batch if self.weight is None else self.weight(args, kwargs))
+
+    def _cut(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], count: int) -> list[tuple[Any, Any]]:
+        """The call in `count` pieces, larger ones first."""
+        call = read(self.module, args, kwargs)
+        columns = [
+            [leaf] * count if dim is None else torch.tensor_split(leaf, count, dim)
+            for leaf, dim in zip(call.leaves, call.dims, strict=True)
+        ]
+        return [_torch.pytree.tree_unflatten(list(row), call.spec) for row in zip(*columns, strict=True)]
 
 
 def adamw(parameters: Any) -> torch.optim.Optimizer:
@@ -45,6 +95,8 @@ def assert_parity(
     tolerance: float | None = None,
     capture: str = "direct",
     batches: Callable[[int], tuple[tuple[Any, ...], Mapping[str, Any]]] | None = None,
+    semantics: str = "exact",
+    weight: Weight | None = None,
     **pins: Any,
 ) -> None:
     """Assert that training under a plan equals training the plain module on one device, in float64.
@@ -56,9 +108,13 @@ def assert_parity(
     one, say); without it, `pins` go to `autopart.plan`. ``batches(step)`` gives other data than `args` and `kwargs`
     for each step, of any batch size.
 
+    With semantics "accumulate" the other side is the plain module fed slice by slice (see `Sliced`, also for `weight`),
+    and buffers are compared too.
+
     Raises AssertionError naming the first thing that differs, with both values.
     """
     model, args, kwargs = _double(copy.deepcopy(model)), _double(args), _double(dict(kwargs or {}))
+    pins = {**pins, "semantics": semantics}
     program = plan if isinstance(plan, Program) else _compiled(model, args, kwargs, plan, capture, pins)
     if tolerance is None:
         narrow = {value.dtype for value in program.captured.values()} & {torch.float32, torch.bfloat16, torch.float16}
@@ -67,14 +123,19 @@ def assert_parity(
     def data(step: int) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
         return (args, kwargs) if batches is None else _double(batches(step))
 
-    expected = train(copy.deepcopy(model), data, steps, optimizer, max_norm)
+    plain: Any = copy.deepcopy(model)
+    if semantics == "accumulate":
+        plain = Sliced(plain, program.plan.mesh.degree("dp"), program.plan.microbatches, weight)
+    expected = train(plain, data, steps, optimizer, max_norm)
 
     def rank_main(rank: int) -> Trajectory:
-        mine = parallelize(copy.deepcopy(model), plan=program, verify=False, capture=capture)
+        mine = parallelize(copy.deepcopy(model), plan=program, verify=False, capture=capture, semantics=semantics)
         return train(mine, data, steps, optimizer, max_norm)
 
     for rank, found in enumerate(LocalWorld(program.plan.mesh.size).run(rank_main)):
         compare(found, expected, tolerance, f"rank {rank}")
+        if semantics == "accumulate":
+            assert_close(found.buffers, expected.buffers, tolerance, f"rank {rank}: after {steps} steps: buffer")
 
 
 def train(
@@ -98,7 +159,8 @@ def train(
         optimizer.zero_grad()
     state = model.full_state_dict() if hasattr(model, "full_state_dict") else model.state_dict()
     parameters = {name: state[name].detach().clone() for name, _ in model.named_parameters()}
-    return Trajectory(tuple(losses), tuple(gradients), tuple(norms), parameters)
+    buffers = {name: state[name].detach().clone() for name, _ in model.named_buffers() if name in state}
+    return Trajectory(tuple(losses), tuple(gradients), tuple(norms), parameters, buffers)
 
 
 def compare(found: Trajectory, expected: Trajectory, tolerance: float, who: str) -> None:
@@ -120,13 +182,18 @@ def assert_close(
 ) -> None:
     """Raise AssertionError unless both hold the same names with close tensors (see `assert_parity`)."""
     assert set(found) == set(expected), f"{what}: only one side has {sorted(set(found) ^ set(expected))}"
-    largest = max((float(tensor.norm()) for tensor in expected.values()), default=0.0)
+    largest = max(map(norm, expected.values()), default=0.0)
     for name, tensor in expected.items():
         assert found[name].shape == tensor.shape, f"{what} {name} has shape {found[name].shape}, not {tensor.shape}"
-        distance, scale = float((found[name] - tensor).norm()), max(float(tensor.norm()), 1e-3 * largest)
+        distance, scale = float((found[name] - tensor).double().norm()), max(norm(tensor), 1e-3 * largest)
         assert distance <= tolerance * scale, (
             f"{what} {name} differs by {distance / scale:.1e} (allowed {tolerance:.0e})"
         )
+
+
+def norm(tensor: torch.Tensor) -> float:
+    """The 2-norm, of whole numbers too."""
+    return float(tensor.double().norm())
 
 
 def _compiled(
@@ -138,7 +205,7 @@ def _compiled(
     pins: Mapping[str, Any],
 ) -> Program:
     made = plan(model, args, kwargs, capture=capture, **pins) if given is None else given
-    return compile(model, made, args, kwargs, capture=capture)
+    return compile(model, made, args, kwargs, capture=capture, semantics=pins["semantics"])
 
 
 def _gradients(model: Any) -> Mapping[str, torch.Tensor]:
