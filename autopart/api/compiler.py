@@ -21,6 +21,7 @@ from autopart.passes.costs import costs
 from autopart.passes.emit import emit
 from autopart.passes.normalise import normalise
 from autopart.passes.predict import with_memory, with_traffic
+from autopart.passes.schedule import FORWARDS_FIRST, check_deferred
 from autopart.passes.schedule import schedule as scheduled
 from autopart.passes.segment import segment
 from autopart.passes.shard import shard
@@ -33,16 +34,24 @@ NO_TARGET = capturing.NO_TARGET
 
 
 def captured_step(
-    model: torch.nn.Module, call: Call, loss_fn: Callable[..., Any] | None, target: bool, route: str
+    model: torch.nn.Module,
+    call: Call,
+    loss_fn: Callable[..., Any] | None,
+    target: bool,
+    route: str,
+    outputs: str | None = None,
 ) -> Captured:
     """capture and normalise."""
-    return normalise(capturing.capture(model, call, loss_fn=loss_fn, target=target, route=route))
+    return normalise(capturing.capture(model, call, loss_fn=loss_fn, target=target, route=route), outputs=outputs)
 
 
 def solve(segmented: Segmented, **pins: Unpack[Pins]) -> Plan:
     """solve: the plan for a segmented step, with its predictions."""
     captured = segmented.captured
     _check_patterns(pins.get("placement"), captured)
+    if captured.deferred:
+        check_deferred(pins.get("schedule"))
+        pins["schedule"] = FORWARDS_FIRST
     chosen = choose(costs(segmented), batch=captured.batch, fingerprint=fingerprint(captured), **pins)
     staged = split(shard(segmented), chosen)
     lowered = scheduled(staged, chosen)

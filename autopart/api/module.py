@@ -26,7 +26,10 @@ class Parallel(torch.nn.Module):
     _autopart: Session
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """One call: with a loss and grad enabled, the whole planned step runs and ``loss.backward()`` delivers."""
+        """One call: with a loss and grad enabled, the whole planned step runs and ``loss.backward()`` delivers.
+
+        In training without a loss the forwards run; the backwards do in ``backward()`` of what is made of the outputs.
+        """
         return self._call(args, kwargs, NO_TARGET)
 
     def train_step(self, args: Any, kwargs: Mapping[str, Any] | None = None, *, target: Any = NO_TARGET) -> Any:
@@ -152,6 +155,7 @@ def parallelize(
     batch: Mapping[str, int | None] | None = None,
     capture: str = "compile",
     hooks: str = "refuse",
+    outputs: str | None = None,
     plan: Plan | Program | None = None,
     verify: bool = True,
     mesh: Mapping[str, int] | Mesh | None = None,
@@ -172,6 +176,7 @@ def parallelize(
     which may have been edited, is verified and run. `loss_fn(output, target)` serves modules that return outputs
     (`train_step`). `batch` maps input names to their batch dim, or None for inputs that are not split. `memory` is
     the limit per device, such as ``"16GiB"``. `capture` is "compile" (through torch.compile) or "direct".
+    ``outputs="all"`` gives every rank the outputs beside the loss, whole; otherwise they are None where not made.
 
     Raises TypeError or ValueError for bad arguments at once; CaptureError or PlanInfeasible at the first call.
     """
@@ -182,6 +187,7 @@ def parallelize(
         batch=batch,
         capture=capture,
         hooks=hooks,
+        outputs=outputs,
         plan=plan,
         verify=verify,
         mesh=mesh,

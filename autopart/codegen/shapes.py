@@ -25,7 +25,8 @@ class Spec:
     """A tensor's shape and dtype, standing for it.
 
     `microbatch` is the one that it belongs to, None for what all share; `unit` the unit that it is a parameter of;
-    `call` the number of the body's call that made it. None of these count when specs are compared.
+    `call` the number of the body's call that made it; `whole` marks what has the samples of the whole batch. None of
+    these count when specs are compared.
     """
 
     shape: Shape
@@ -33,6 +34,7 @@ class Spec:
     microbatch: int | None = field(default=None, compare=False)
     unit: str = field(default="", compare=False)
     call: int = field(default=-1, compare=False)
+    whole: bool = field(default=False, compare=False)
 
 
 class Samples(int):

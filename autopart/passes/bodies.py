@@ -57,7 +57,7 @@ def _flows(captured: Captured, names: list[str], home: Mapping[str, int]) -> lis
     for out in captured.outputs:
         if out.kind == "grad" and out.name in home:
             grads.setdefault(home[out.name], []).append((out.name, out.target))
-    kept = {out.name for out in captured.outputs if out.kind != "grad"}
+    kept = {out.name for out in captured.outputs if out.kind != "grad"}  # gradients of parameters go to their units
     readers = _readers(captured, home)
     flows = []
     for index, name in enumerate(names):
@@ -79,7 +79,7 @@ def _flows(captured: Captured, names: list[str], home: Mapping[str, int]) -> lis
             backward_inputs=tuple(v for v in back if v in backward_made or (v in kinds and kinds[v].kind == "tangent")),
             backward_fixed=tuple(v for v in back if v in kinds and kinds[v].kind in FIXED),
             backward_parameters=tuple(kinds[v].target for v in back if v in kinds and kinds[v].kind == "parameter"),
-            backward_outputs=tuple(v for v in produced if readers.get((v, True), index) < index),
+            backward_outputs=tuple(v for v in produced if v in kept or readers.get((v, True), index) < index),
             gradients=tuple(target for _, target in mine),
         )
         saved = tuple(v for v in back if v in own or v in passing)

@@ -59,7 +59,12 @@ def observe(
     values = {item.target: item.value for item in captured.of_kind("input")}
     buffers = {item.target: _spec(item.value, batch) for item in captured.of_kind("buffer", "constant")}
     inputs = {target: (lambda b, value=value: _spec(value, b)) for target, value in values.items()}
-    world = RecordingWorld(state, parts, part, buffers)
+    tangents = {
+        item.value.name: replace(_spec(item.value, batch), whole=item.value.at(1) != item.value.at(2))
+        for item in captured.of_kind("tangent")
+        if captured.deferred
+    }
+    world = RecordingWorld(state, parts, part, buffers, tangents)
     made = bodies.recordings[alike] = record(text, f"<rank {rank}>", world, RecordingBatch(inputs, mine, batch), bodies)
     return made
 

@@ -169,9 +169,9 @@ class _Scan:
             raise CaptureError(
                 f"the buffer {output.target!r} is updated from the samples, by each microbatch on its own. {ADVICE}"
             )
-        if output.kind not in ("loss", "grad"):
+        if output.kind not in ("loss", "grad", "input_grad"):
             return False
-        source = self.samples.get(output.target) if output.kind == "grad" else None
+        source = self.samples.get(output.target) if output.kind == "input_grad" else None
         wanted = self.facts[source].place if source is not None else Partial()
         if isinstance(wanted, Shard) and not (fact.place == wanted or fact.uniform):
             raise CaptureError(f"the gradient of input {output.target} does not belong to its samples. {ADVICE}")

@@ -22,6 +22,7 @@ from autopart.ir.captured import Captured, dead_code_eliminated
 from autopart.ir.graph import Arg, Input, Node, Output, Ref, Share, Size, Value, map_arg
 from autopart.ir.placement import Partial, Shard
 from autopart.passes.accumulate import trees
+from autopart.passes.boundary import check_detached, with_everywhere, with_own_input_gradients
 from autopart.passes.decompose import decompose_means, explicit_squeezes
 from autopart.passes.judge import Judgement, Site, judge
 from autopart.passes.simplify import simplify
@@ -31,16 +32,18 @@ VIEWS = frozenset(
 )
 
 
-def normalise(captured: Captured) -> Captured:
-    """Normalise a captured step.
+def normalise(captured: Captured, *, outputs: str | None = None) -> Captured:
+    """Normalise a captured step. With `outputs` = "all", every rank gets those beside the loss whole, too.
 
     Raises CaptureError for random ops, updated buffers and what couples a batch's samples.
     """
     _refuse(captured)
+    check_detached(captured)
     nodes, alias = simplify(captured.nodes, (item.value for item in captured.inputs))
-    outputs = tuple(replace(out, name=alias.get(out.name, out.name)) for out in captured.outputs)
+    named = tuple(replace(out, name=alias.get(out.name, out.name)) for out in captured.outputs)
     result = tuple(alias.get(item, item) if isinstance(item, str) else item for item in captured.result)
-    captured = replace(captured, nodes=nodes, outputs=_gradients_by_use(nodes, outputs), result=result)
+    captured = replace(captured, nodes=nodes, outputs=_gradients_by_use(nodes, named), result=result)
+    captured = with_everywhere(with_own_input_gradients(captured), outputs)
     nodes = explicit_squeezes(captured.inputs, decompose_means(captured.inputs, captured.nodes))
     captured = dead_code_eliminated(replace(captured, nodes=nodes))
     judgement = judge(captured.inputs, captured.nodes, captured.outputs)

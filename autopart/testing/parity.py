@@ -16,6 +16,7 @@ from autopart.ir.program import Program
 from autopart.testing.world import LocalWorld
 
 OptimizerOf = Callable[[Any], torch.optim.Optimizer]
+LossOf = Callable[[Any], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +46,7 @@ def assert_parity(
     tolerance: float | None = None,
     capture: str = "direct",
     batches: Callable[[int], tuple[tuple[Any, ...], Mapping[str, Any]]] | None = None,
+    loss: LossOf | None = None,
     **pins: Any,
 ) -> None:
     """Assert that training under a plan equals training the plain module on one device, in float64.
@@ -54,7 +56,7 @@ def assert_parity(
     them; per tensor ``||a - b|| <= tolerance * max(||b||, largest ||b|| / 1000)``. The tolerance is 1e-9, or 1e-6
     where the model itself computes in float32 although its parameters are float64. `plan` may be a Program (an edited
     one, say); without it, `pins` go to `autopart.plan`. ``batches(step)`` gives other data than `args` and `kwargs`
-    for each step, of any batch size.
+    for each step, of any batch size. `loss` makes the loss of what a module without one returns.
 
     Raises AssertionError naming the first thing that differs, with both values.
     """
@@ -67,11 +69,11 @@ def assert_parity(
     def data(step: int) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
         return (args, kwargs) if batches is None else _double(batches(step))
 
-    expected = train(copy.deepcopy(model), data, steps, optimizer, max_norm)
+    expected = train(copy.deepcopy(model), data, steps, optimizer, max_norm, loss)
 
     def rank_main(rank: int) -> Trajectory:
         mine = parallelize(copy.deepcopy(model), plan=program, verify=False, capture=capture)
-        return train(mine, data, steps, optimizer, max_norm)
+        return train(mine, data, steps, optimizer, max_norm, loss)
 
     for rank, found in enumerate(LocalWorld(program.plan.mesh.size).run(rank_main)):
         compare(found, expected, tolerance, f"rank {rank}")
@@ -83,13 +85,14 @@ def train(
     steps: int,
     optimizer_of: OptimizerOf,
     max_norm: float,
+    loss_of: LossOf | None = None,
 ) -> Trajectory:
     """Train a plain or a parallelised module and keep what happened."""
     optimizer = optimizer_of(model.parameters())
     losses, gradients, norms = [], [], []
     for step in range(steps):
         args, kwargs = data(step)
-        loss = _loss(model(*args, **kwargs))
+        loss = (loss_of or _loss)(model(*args, **kwargs))
         torch.autograd.backward(loss)
         gradients.append(_gradients(model))
         norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)))
