@@ -266,6 +266,47 @@ def test_values_returned_with_and_without_their_gradient_are_refused() -> None:
         autopart.parallelize(Twice(), devices=2, capture="direct")(torch.randn(4, 4))
 
 
+class Aliases(nn.Module):
+    """Tied weights; outputs that are views of others or of inputs, one of them twice, a transposed one from the first
+    stage, the batch folded into a dim, the input itself, one that no gradient goes to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.a, self.b = nn.Embedding(9, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.head = nn.Linear(4, 9, bias=False)
+        self.head.weight = self.embed.weight
+        self.free = nn.Parameter(torch.ones(2))
+
+    def forward(self, ids: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        h = torch.tanh(self.a(self.embed(ids) + x))
+        g = torch.tanh(self.b(h))
+        logits = self.head(g)
+        return logits.flatten(0, 1), g, g, x, x[:, :1], x * 1, h.transpose(0, 1), self.free.sum(), h.new_zeros(3)
+
+
+def aliases_loss(found: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    logits, g, again, x, first, same_x, turned, free, _ = found
+    loss = logits.square().mean() + (g * again).sum() + x.pow(3).sum() + first.sum() ** 2 + same_x.mean()
+    return loss + turned[0].square().sum() + free**2
+
+
+@pytest.mark.parametrize("world", ["pp2", "pp2 dp2 zero1"])
+def test_outputs_that_share_memory_and_tied_weights(world: str) -> None:
+    torch.manual_seed(0)
+    plain = Aliases().double()
+    ids, x = torch.randint(0, 9, (5, 3)), torch.randn(5, 3, 4).double()
+    model = autopart.parallelize(copy.deepcopy(plain), capture="direct", **WORLDS[world])
+    mine, other = x.clone().requires_grad_(), x.clone().requires_grad_()
+    found, wanted = model(ids, mine), plain(ids, other)
+    compare(found, wanted)
+    aliases_loss(found).backward()
+    aliases_loss(wanted).backward()
+    torch.testing.assert_close(mine.grad, other.grad, rtol=1e-10, atol=1e-13)
+    same_gradients(model.full_grads(), plain)
+    for rank in model.report().ranks[:: model.plan.mesh.degree("dp")]:
+        assert rank.peak_activations == rank.predicted_activations
+
+
 # Gradients of inputs
 
 

@@ -43,9 +43,9 @@ def deferred_outputs(
     def backward(grads: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]:
         unchanged.check()
         used = {name for (name, _), grad in zip(tangents, grads, strict=True) if grad is not None}
-        reached = with_gradient(captured, used)
+        reached = graded if len(used) == len(tangents) else with_gradient(captured, used)
         given = {
-            name: torch.zeros_like(output) if grad is None else grad
+            name: torch.zeros_like(output) if grad is None else grad.contiguous()
             for (name, output), grad in zip(tangents, grads, strict=True)
         }
         if transport is not None:

@@ -18,6 +18,7 @@ from autopart.capture.guard import changes, reassigned_buffer
 from autopart.capture.trace import (
     Names,
     Trace,
+    copied,
     find_loss,
     flatten_result,
     held_tensor,
@@ -72,7 +73,7 @@ class _Flat(torch.nn.Module):
         self.outputs = tuple("loss" if x is loss and not deferred else "output" for x in outputs.values())
         self.result = tuple(result)
         if deferred:
-            return tuple(x.clone() if x.requires_grad else x.detach() for x in outputs.values())
+            return tuple(copied(x) if x.requires_grad else x.detach() for x in outputs.values())
         return tuple(x if x is loss and starts else x.detach() for x in outputs.values())
 
 

@@ -19,6 +19,7 @@ from autopart.capture.guard import changes, reassigned_buffer
 from autopart.capture.trace import (
     Names,
     Trace,
+    copied,
     find_loss,
     flatten_result,
     held_tensor,
@@ -97,21 +98,21 @@ def _finish(module: torch.nn.Module, call: Call, value: Any, seen: dict[str, Any
     returned = {what for kind, what in result if kind == "output" and seen["requires_grad"][what]}
     deferred = not starts and bool(returned) and keeps_gradients(module, call)
     if deferred:
-        _with_outputs(graph, lambda i: "clone" if i in returned else "detach")
+        _with_outputs(graph, lambda i: copied if i in returned else torch.detach)
     else:
-        _with_outputs(graph, lambda i: None if starts and i == loss_index else "detach")
+        _with_outputs(graph, lambda i: None if starts and i == loss_index else torch.detach)
     outputs = tuple("loss" if i == loss_index and not deferred else "output" for i in range(len(metas)))
     inputs = tuple(_name(tensor, given, names, i) for i, tensor in enumerate(seen["inputs"]))
     joined = joint(graph, tuple(seen["inputs"]), module)
     return Trace(joined, call.batch, inputs, outputs, tuple(result), tree, starts or deferred)
 
 
-def _with_outputs(graph: torch.fx.GraphModule, method: Callable[[int], str | None]) -> None:
-    """Put a call of a method behind every output: the joint graph has no backward of those that are detached."""
+def _with_outputs(graph: torch.fx.GraphModule, function: Callable[[int], Callable[..., Any] | None]) -> None:
+    """Put a function behind every output: the joint graph has no backward of those that are detached."""
     node = graph.graph.output_node()
     with graph.graph.inserting_before(node):
         outputs = [
-            out if (name := method(i)) is None else graph.graph.call_method(name, (out,))
+            out if (end := function(i)) is None else graph.graph.call_function(end, (out,))
             for i, out in enumerate(_outputs(graph))
         ]
     node.args = (tuple(outputs),)

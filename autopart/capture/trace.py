@@ -21,7 +21,7 @@ from autopart.errors import CaptureError
 class Trace:
     """A joint graph at one batch size.
 
-    Where there is no loss, the outputs that require grad are copied at their end, so that none is a view of another.
+    Where there is no loss, the outputs that require grad are `copied`.
 
     `inputs` gives (kind, target, tensor) of each primal placeholder, in order; `outputs` the kind, "loss" or "output",
     of each of the graph's first outputs, gradients follow. `result` and `tree` rebuild the user's return value (see
@@ -143,6 +143,11 @@ def find_loss(value: Any, grads: Callable[[Any], bool]) -> Any:
 def keeps_gradients(module: torch.nn.Module, call: Call) -> bool:
     """Whether outputs stay differentiable where there is no loss: in training, or for inputs that require grad."""
     return torch.is_grad_enabled() and (module.training or bool(call.wanted()))
+
+
+def copied(output: torch.Tensor) -> torch.Tensor:
+    """An output that is no view of another and contiguous, as its gradient will be when it comes from outside."""
+    return output.clone(memory_format=torch.contiguous_format)
 
 
 def plain_leaf(leaf: Any) -> tuple[str, Any]:

@@ -73,6 +73,7 @@ def run(
 
     def rest(transport: Transport, tangents: Mapping[str, torch.Tensor]) -> StepResult:
         world.transport = transport
+        world.memory.given(tangents.values())
         outputs = _counted(world, sent, lambda: _last(waiting, tangents))
         return StepResult(outputs, states.gradients, _report(plan, loaded.rank, sent, world))
 
