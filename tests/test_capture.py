@@ -332,11 +332,18 @@ def test_refusals_with_a_single_sample() -> None:
 
 
 @pytest.mark.parametrize("route", ROUTES)
-def test_inputs_that_require_grad_are_refused(route: str) -> None:
+def test_a_step_without_a_loss_has_a_tangent_an_output_and_gradients_of_inputs(route: str) -> None:
     module = Two()
-    module.forward = lambda x: module.head(module.lin(x))  # type: ignore[assignment]
-    with pytest.raises(CaptureError, match=r"args\[0\] requires grad"):
-        capture(module, read(module, (normal(4, 4).requires_grad_(),)), route=route)
+    module.forward = lambda x: module.lin(x)  # type: ignore[assignment]
+    made = capture(module, read(module, (normal(4, 4).requires_grad_(),)), route=route)
+    assert made.deferred and made.loss is None
+    tangents = [(item.target, item.value.shape) for item in made.of_kind("tangent")]
+    assert [target for target, _ in tangents] == ["0"] and tangents[0][1][0] == Size(1)
+    assert [out.target for out in made.outputs if out.kind == "input_grad"] == ["args[0]"]
+    plain = capture(module, read(module, (normal(4, 4),)), route=route)
+    assert not [out for out in plain.outputs if out.kind == "input_grad"]
+    with torch.no_grad():
+        assert not capture(module, read(module, (normal(4, 4).requires_grad_(),)), route=route).training
 
 
 def test_unknown_route() -> None:

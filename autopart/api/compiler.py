@@ -23,6 +23,7 @@ from autopart.passes.emit import emit
 from autopart.passes.normalise import normalise
 from autopart.passes.predict import with_memory, with_traffic
 from autopart.passes.recompute import recompute, with_regions
+from autopart.passes.schedule import FORWARDS_FIRST, check_deferred
 from autopart.passes.schedule import schedule as scheduled
 from autopart.passes.segment import segment
 from autopart.passes.shard import shard
@@ -42,16 +43,20 @@ def captured_step(
     target: bool,
     route: str,
     semantics: str = "exact",
+    outputs: str | None = None,
 ) -> Captured:
     """capture and normalise."""
     made = capturing.capture(model, call, loss_fn=loss_fn, target=target, route=route)
-    return normalise(made, semantics=semantics)
+    return normalise(made, semantics=semantics, outputs=outputs)
 
 
 def solve(segmented: Segmented, **pins: Unpack[Pins]) -> Plan:
     """solve: the plan for a segmented step, with its predictions."""
     captured = segmented.captured
     _check_patterns(pins.get("placement"), captured)
+    if captured.deferred:
+        check_deferred(pins.get("schedule"))
+        pins["schedule"] = FORWARDS_FIRST
     again = costs(recompute(segmented, [segment.name for segment in segmented.segments]))
     plain = costs(recompute(segmented))
     chosen = choose(plain, recomputed=again, batch=captured.batch, fingerprint=fingerprint(captured), **pins)

@@ -26,7 +26,10 @@ class Parallel(torch.nn.Module):
     _autopart: Session
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """One call: with a loss and grad enabled, the whole planned step runs and ``loss.backward()`` delivers."""
+        """One call: with a loss and grad enabled, the whole planned step runs and ``loss.backward()`` delivers.
+
+        In training without a loss the forwards run; the backwards do in ``backward()`` of what is made of the outputs.
+        """
         return self._call(args, kwargs, NO_TARGET)
 
     def train_step(self, args: Any, kwargs: Mapping[str, Any] | None = None, *, target: Any = NO_TARGET) -> Any:
@@ -153,6 +156,7 @@ def parallelize(
     semantics: str = "exact",
     capture: str = "compile",
     hooks: str = "refuse",
+    outputs: str | None = None,
     plan: Plan | Program | None = None,
     verify: bool = True,
     mesh: Mapping[str, int] | Mesh | None = None,
@@ -177,7 +181,8 @@ def parallelize(
     keeping it: modules by name, or True for all; by default everything if nothing fits otherwise, False for never.
     What the model puts into ``torch.utils.checkpoint`` is recomputed in any case. `semantics` is "exact" (the whole
     batch on one device; what couples its samples is refused) or "accumulate" (a BatchNorm, say, sees a microbatch of
-    one data rank, as in gradient accumulation). `capture` is "compile" (through torch.compile) or "direct".
+    one data rank, as in gradient accumulation). ``outputs="all"`` gives every rank the outputs beside the loss, whole;
+    otherwise they are None where not made. `capture` is "compile" (through torch.compile) or "direct".
 
     Raises TypeError or ValueError for bad arguments at once; CaptureError or PlanInfeasible at the first call.
     """
@@ -189,6 +194,7 @@ def parallelize(
         semantics=semantics,
         capture=capture,
         hooks=hooks,
+        outputs=outputs,
         plan=plan,
         verify=verify,
         mesh=mesh,

@@ -28,6 +28,7 @@ class Options:
     semantics: str = "exact"
     capture: str = "compile"
     hooks: str = "refuse"
+    outputs: str | None = None
     plan: Plan | Program | None = None
     verify: bool = True
     mesh: Mapping[str, int] | Mesh | None = None
@@ -44,6 +45,7 @@ class Options:
         _one_of("semantics", self.semantics, SEMANTICS)
         _one_of("capture", self.capture, ("compile", "direct"))
         _one_of("hooks", self.hooks, ("refuse", "ignore"))
+        _one_of("outputs", self.outputs, (None, "all"))
         if self.loss_fn is not None and not callable(self.loss_fn):
             raise TypeError(f"loss_fn: expected a function of (output) or (output, target), not {self.loss_fn!r}")
         if self.plan is not None and not isinstance(self.plan, Plan | Program):
@@ -129,6 +131,6 @@ def _whole(name: str, value: object) -> None:
         raise ValueError(f"{name}: must be at least 1, not {value}")
 
 
-def _one_of(name: str, value: object, known: Sequence[str]) -> None:
+def _one_of(name: str, value: object, known: Sequence[str | None]) -> None:
     if value not in known:
-        raise ValueError(f"{name}: {value!r} is not known; one of {', '.join(known)}")
+        raise ValueError(f"{name}: {value!r} is not known; one of {', '.join(map(str, known))}")

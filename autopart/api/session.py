@@ -16,14 +16,15 @@ import torch
 from autopart import _torch
 from autopart import capture as capturing
 from autopart.api import compiler
+from autopart.api.boundary import Gradients, deferred_outputs, input_gradients
 from autopart.api.options import Options
 from autopart.api.plain import as_plain, check_hooks, constants
 from autopart.capture.call import Call
-from autopart.errors import CaptureError
 from autopart.ir.plan import Plan
 from autopart.ir.program import Program
 from autopart.ir.segmented import Segmented
 from autopart.ir.state import Unit
+from autopart.passes.schedule import FORWARDS_FIRST, check_deferred
 from autopart.passes.segment import segment
 from autopart.passes.slices import least_samples
 from autopart.passes.verify import verify
@@ -196,6 +197,9 @@ class Session:
         if program is None or not torch.is_grad_enabled() or program.captured.call != call.key():
             return None
         trained = {name: p.requires_grad for name, p in model.named_parameters(remove_duplicate=False)}
+        outputs = [out for out in program.captured.outputs if out.kind == "output"]
+        if self.options.outputs == "all" and not all(out.everywhere for out in outputs):
+            return None
         if any(item.requires_grad != trained.get(item.target) for item in program.captured.of_kind("parameter")):
             return None
         if self.options.verify:
@@ -206,21 +210,21 @@ class Session:
     def _lowered(self, model: torch.nn.Module, call: Call, target: bool) -> Program:
         """Capture the call and compile it under the plan, which is solved for at the first call."""
         loss_fn = self.options.loss_fn if target or not _takes_two(self.options.loss_fn) else None
-        captured = compiler.captured_step(model, call, loss_fn, target, self.options.capture, self.options.meaning)
-        if not captured.training and torch.is_grad_enabled() and model.training:
-            raise CaptureError(
-                f"{type(model).__name__} returns no loss that requires grad, so there is nothing to train: return the "
-                "loss (or a dict or tuple that holds it), or pass loss_fn= and call model.train_step(args, target=y); "
-                "for evaluation call model.eval() or use torch.no_grad()"
-            )
-        known = self.plan or self.options.given_plan
-        segmented = segment(captured, cuts=compiler.cuts(known) if known else compiler.named(self.options.stages))
-        self.plan = self.plan or self._plan(segmented)
-        plan = (
-            self.plan
-            if captured.training
-            else replace(self.plan, microbatches=self._microbatches(call), batch=call.batch)
+        asked = self.options
+        captured = compiler.captured_step(
+            model, call, loss_fn, target, asked.capture, semantics=asked.meaning, outputs=asked.outputs
         )
+        pinned = asked.given_plan
+        if captured.deferred:
+            check_deferred(pinned.schedule if pinned is not None else asked.schedule)
+        known = self.plan or pinned
+        segmented = segment(captured, cuts=compiler.cuts(known) if known else compiler.named(asked.stages))
+        self.plan = self.plan or self._plan(segmented)
+        plan = self.plan
+        if captured.deferred:
+            plan = replace(plan, schedule=FORWARDS_FIRST)
+        elif not captured.training:
+            plan = replace(plan, microbatches=self._microbatches(call), batch=call.batch)
         state = self.residence.state if self.residence is not None else None
         return compiler.lower(segmented, plan, state=state, check=self.options.verify)
 
@@ -262,16 +266,41 @@ class Session:
         inputs = dict(call.tensors)
         for out in captured.outputs:
             if out.kind == "output" and out.name not in given and self.transport is None:
-                joined = _joined(out.name, out.dim if captured.training else None, results)
+                joined = _joined(out.name, None if out.everywhere else out.dim, results)
                 outputs |= {} if joined is None else {out.name: joined}
-        if captured.training:
+        if captured.deferred:
+            outputs |= self._deferred(model, program, call, results)
+        elif captured.training:
             assert captured.loss is not None
-            outputs[captured.loss] = delivering(outputs[captured.loss], self._gradients(model, program, results))
+            grads = input_gradients(captured, call, results[0].outputs)
+            pairs = self._gradients(model, program, results)
+            outputs[captured.loss] = delivering(outputs[captured.loss], pairs, grads)
         leaves = [
             item[1] if isinstance(item, tuple) else inputs[given[item]] if item in given else outputs.get(item)
             for item in captured.result
         ]
         return _torch.pytree.tree_unflatten(leaves, captured.tree)
+
+    def _deferred(
+        self, model: torch.nn.Module, program: Program, call: Call, results: Sequence[StepResult]
+    ) -> dict[str, torch.Tensor]:
+        """The outputs of a step without a loss, whose backward runs the rest of it on the ranks of this process."""
+
+        def on(transport: Transport, result: StepResult, tangents: Mapping[str, torch.Tensor]) -> StepResult:
+            assert result.rest is not None
+            return result.rest(transport, tangents)
+
+        def rest(tangents: Mapping[str, torch.Tensor]) -> Gradients:
+            if self.transport is not None:
+                found = [on(self.transport, results[0], tangents)]
+            else:
+                device = next(iter(tangents.values())).device
+                found = run_ranks(len(results), lambda t: on(t, results[t.rank], tangents), device=device)
+            self.report = Report(tuple(result.report for result in found))
+            grads = input_gradients(program.captured, call, found[0].outputs)
+            return [*self._gradients(model, program, found), *grads]
+
+        return deferred_outputs(model, program, call, results[0].outputs, self.transport, rest)
 
     def _gradients(
         self, model: torch.nn.Module, program: Program, results: Sequence[StepResult]

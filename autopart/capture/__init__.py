@@ -63,12 +63,6 @@ def capture(
         names = Names.of(module)
         calls = call.resized(small), call.resized(2 * small)
         traces = [_trace(route, module, call, sized, loss_fn, target, names) for sized in calls]
-    if traces[0].training:
-        for path, tensor in call.tensors:
-            if tensor.requires_grad:
-                raise CaptureError(
-                    f"{path} requires grad, and gradients of inputs are not delivered yet; pass it detached"
-                )
     return convert(traces[0], traces[1], call, names)
 
 

@@ -36,12 +36,18 @@ class Call:
         return tuple((p, x) for p, x in zip(self.paths, self.leaves, strict=True) if isinstance(x, torch.Tensor))
 
     def resized(self, batch: int) -> Call:
-        """The same call with `batch` samples, repeating samples; every tensor is a fresh one without grad."""
+        """The same call with `batch` samples, repeating samples; every tensor is a fresh leaf, with grad as before."""
         leaves = tuple(
-            _resize(leaf, dim, self.batch, batch) if isinstance(leaf, torch.Tensor) else leaf
+            _resize(leaf, dim, self.batch, batch).requires_grad_(_wanted(leaf))
+            if isinstance(leaf, torch.Tensor)
+            else leaf
             for leaf, dim in zip(self.leaves, self.dims, strict=True)
         )
         return replace(self, leaves=leaves, batch=batch)
+
+    def wanted(self) -> tuple[str, ...]:
+        """The paths of the tensors that get gradients."""
+        return tuple(path for path, tensor in self.tensors if _wanted(tensor))
 
     def describe(self) -> str:
         """The tensors with their shapes, and which of their dims hold samples."""
@@ -149,9 +155,13 @@ def _resize(tensor: torch.Tensor, dim: int | None, old: int, new: int) -> torch.
     return tensor.index_select(dim, index)
 
 
+def _wanted(tensor: torch.Tensor) -> bool:
+    return tensor.requires_grad and torch.is_grad_enabled()
+
+
 def _leaf_key(leaf: Any, dim: int | None) -> Any:
     if isinstance(leaf, torch.Tensor):
-        return tuple("batch" if i == dim else s for i, s in enumerate(leaf.shape)), leaf.dtype
+        return tuple("batch" if i == dim else s for i, s in enumerate(leaf.shape)), leaf.dtype, _wanted(leaf)
     try:
         hash(leaf)
     except TypeError:

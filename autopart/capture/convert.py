@@ -6,6 +6,7 @@ import operator
 import os
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -49,8 +50,9 @@ def convert(small: Trace, large: Trace, call: Call, names: Names) -> Captured:
         tied=names.tied,
         constants=tuple(merge.constants),
     )
-    if captured.training and not any(out.kind == "grad" for out in captured.outputs):
-        raise CaptureError("the loss requires grad, but no parameter gets a gradient from it")
+    if captured.training and not any(out.kind in ("grad", "input_grad") for out in captured.outputs):
+        what = "an output" if captured.deferred else "the loss"
+        raise CaptureError(f"{what} requires grad, but no parameter gets a gradient from it, nor does an input")
     return dead_code_eliminated(captured)
 
 
@@ -62,6 +64,7 @@ class _Merge:
 
     def __init__(self, small: Trace, large: Trace, call: Call, names: Names) -> None:
         self.small, self.large, self.call, self.owned = small, large, call, names
+        self.deferred = small.training and "loss" not in small.outputs
         self.pairs = self._pairs()
         self.alias: dict[str, Arg] = {}
         self.constants: list[Constant] = []
@@ -105,13 +108,12 @@ class _Merge:
                 shape = tuple(Size(1) if i == dim else int(size) for i, size in enumerate(tensor.shape))
                 self._hold("input", path, label, shape, tensor)
         given = iter(self.small.inputs)
-        for node, _ in self.pairs:
+        for node, twin in self.pairs:
             if node.op == "get_attr":
                 self._constant(node, getattr(self.small.graph, str(node.target)))
             elif node.op == "placeholder" and node.name.startswith("tangents"):
-                made = Input(Value(self._fresh("tangent"), (), node.meta["val"].dtype), "tangent", "loss")
-                self.tangents.append(made)
-                self.alias[node.name] = Ref(made.value.name)
+                self.tangents.append(self._tangent(node, twin))
+                self.alias[node.name] = Ref(self.tangents[-1].value.name)
             elif node.op == "placeholder":
                 kind, target, tensor = next(given, ("", "", None))
                 if tensor is None:
@@ -126,6 +128,16 @@ class _Merge:
                 if (kind, target) not in self.held:
                     self._hold(kind, target, target, tuple(tensor.shape), tensor)
                 self.alias[node.name] = Ref(self.held[kind, target].value.name)
+
+    def _tangent(self, node: torch.fx.Node, twin: torch.fx.Node) -> Input:
+        """The gradient of the loss, of an output by its place in the flat result, or of a tensor changed in place."""
+        index = getattr(node.meta["desc"].output, "idx", None)
+        if index is None:
+            target = "mutation"
+        else:
+            target = "loss" if self.small.outputs[index] == "loss" else str(self.position[index])
+        name = self._fresh(f"d_output_{target}" if target.isdigit() else "tangent")
+        return Input(replace(self.value(node, twin), name=name), "tangent", target)
 
     def _hold(self, kind: str, target: str, label: str, shape: tuple[Dim, ...], tensor: torch.Tensor) -> None:
         value = Value(self._fresh(label), shape, tensor.dtype)
@@ -272,12 +284,19 @@ class _Merge:
         """Names for the nodes that make outputs: ``loss``, ``output_2`` (the place in the flat result)."""
         names: dict[str, str] = {}
         for index, item in enumerate(self._plain_outputs()):
-            while str(item.target) in _ALIASES:
-                item = item.args[0]
+            item = self._behind(item)
             if index in self.position and item.op == "call_function" and item.name not in names:
                 loss = self.small.outputs[index] == "loss"
                 names[item.name] = self._fresh("loss" if loss else f"output_{self.position[index]}")
         return names
+
+    def _behind(self, item: Any) -> Any:
+        """The node that makes an output: copies at the end are of no use in a graph without in-place ops."""
+        while str(item.target) in _ALIASES or (
+            self.deferred and str(item.target) == "aten.clone.default" and item.args[0].op == "call_function"
+        ):
+            item = item.args[0]
+        return item
 
     def _plain_outputs(self) -> list[Any]:
         return [item for item, kind, _ in self._described_outputs() if kind == "PlainAOTOutput"]
@@ -287,19 +306,21 @@ class _Merge:
             yield item, type(desc).__name__, desc
 
     def outputs(self) -> tuple[Output, ...]:
-        """The outputs in the order of the flat result, then gradients in the parameters' order, then mutations."""
+        """The outputs in the order of the flat result, then gradients (of parameters, of inputs), then mutations."""
         plain = self._plain_outputs()
         made = [
-            Output(self.name(plain[index]), self.small.outputs[index], str(place))
+            Output(self.name(self._behind(plain[index])), self.small.outputs[index], str(place))
             for index, place in self.position.items()
         ]
         grads, mutations = [], []
+        kinds = {"parameter": "grad", "input": "input_grad"}
         for item, kind, desc in self._described_outputs():
-            if kind == "GradAOTOutput" and item is not None and self.primals[desc.grad_of][0] == "parameter":
-                grads.append(Output(self.name(item), "grad", self.primals[desc.grad_of][1]))
+            if kind == "GradAOTOutput" and item is not None and self.primals[desc.grad_of][0] in kinds:
+                of, target = self.primals[desc.grad_of]
+                grads.append(Output(self.name(item), kinds[of], target))
             elif kind == "InputMutationAOTOutput":
                 mutations.append(Output(self.name(item), "mutation", self.primals[desc.mutated_input][1]))
-        order = {name: i for i, name in enumerate(self.owned.tensors)}
+        order = {name: i for i, name in enumerate((*self.owned.tensors, *self.call.paths))}
         grads.sort(key=lambda out: order[out.target])
         return (*made, *grads, *sorted(mutations, key=lambda out: out.target))
 
@@ -308,7 +329,7 @@ class _Merge:
         made: list[str | tuple[str, Any]] = []
         for kind, what in self.small.result:
             if kind == "output":
-                made.append(self.name(plain[what]))
+                made.append(self.name(self._behind(plain[what])))
             else:
                 made.append(("literal", what) if kind == "literal" else self.held["input", what].value.name)
         return tuple(made)

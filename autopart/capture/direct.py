@@ -16,7 +16,18 @@ from autopart import _torch
 from autopart.capture.annotate import SourceLines, module_names
 from autopart.capture.call import Call
 from autopart.capture.guard import changes, reassigned_buffer
-from autopart.capture.trace import Names, Trace, find_loss, flatten_result, held_tensor, joint, plain_leaf, where
+from autopart.capture.trace import (
+    Names,
+    Trace,
+    copied,
+    find_loss,
+    flatten_result,
+    held_tensor,
+    joint,
+    keeps_gradients,
+    plain_leaf,
+    where,
+)
 from autopart.errors import CaptureError
 
 
@@ -31,7 +42,7 @@ class _Flat(torch.nn.Module):
         self.outputs: tuple[str, ...] = ()
         self.result: tuple[tuple[str, Any], ...] = ()
         self.tree: Any = None
-        self.training_loss = False
+        self.training = False
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         fresh = iter(tensors)
@@ -44,7 +55,7 @@ class _Flat(torch.nn.Module):
         if name := reassigned_buffer(self.module, buffers):
             raise changes(self.module, f"the buffer {name}")
         loss = find_loss(value, lambda x: bool(x.requires_grad))
-        self.training_loss = loss is not None and loss.requires_grad and torch.is_grad_enabled()
+        starts = loss is not None and loss.requires_grad and torch.is_grad_enabled()
         found, self.tree = flatten_result(value, loss)
         held = {id(x) for x in (*self.module.parameters(), *self.module.buffers())}
         outputs: dict[int, torch.Tensor] = {}
@@ -59,9 +70,14 @@ class _Flat(torch.nn.Module):
             else:
                 outputs.setdefault(id(leaf), leaf)
                 result.append(("output", list(outputs).index(id(leaf))))
-        self.outputs = tuple("loss" if x is loss else "output" for x in outputs.values())
+        deferred = not starts and keeps_gradients(self.module, self.call_)
+        deferred = deferred and any(x.requires_grad for x in outputs.values())
+        self.training = starts or deferred
+        self.outputs = tuple("loss" if x is loss and not deferred else "output" for x in outputs.values())
         self.result = tuple(result)
-        return tuple(x if x is loss and self.training_loss else x.detach() for x in outputs.values())
+        if deferred:
+            return tuple(copied(x) if x.requires_grad else x.detach() for x in outputs.values())
+        return tuple(x if x is loss and starts else x.detach() for x in outputs.values())
 
 
 def trace(module: torch.nn.Module, call: Call, loss_fn: Callable[..., Any] | None, target: bool, names: Names) -> Trace:
@@ -86,7 +102,7 @@ def trace(module: torch.nn.Module, call: Call, loss_fn: Callable[..., Any] | Non
             "or leave it out and name the modules in recompute="
         ) from error
     inputs = tuple(_input(node.meta["desc"], held, call, names) for node in graph.graph.nodes if _primal(node))
-    return Trace(graph, call.batch, inputs, flat.outputs, flat.result, flat.tree, flat.training_loss)
+    return Trace(graph, call.batch, inputs, flat.outputs, flat.result, flat.tree, flat.training)
 
 
 def _primal(node: torch.fx.Node) -> bool:

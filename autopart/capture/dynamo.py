@@ -16,7 +16,18 @@ import torch
 from autopart import _torch
 from autopart.capture.call import Call
 from autopart.capture.guard import changes, reassigned_buffer
-from autopart.capture.trace import Names, Trace, find_loss, flatten_result, held_tensor, joint, plain_leaf, where
+from autopart.capture.trace import (
+    Names,
+    Trace,
+    copied,
+    find_loss,
+    flatten_result,
+    held_tensor,
+    joint,
+    keeps_gradients,
+    plain_leaf,
+    where,
+)
 from autopart.errors import CaptureError
 
 
@@ -71,7 +82,7 @@ def _finish(module: torch.nn.Module, call: Call, value: Any, seen: dict[str, Any
     given = {id(tensor): path for path, tensor in call.tensors}
     loss = find_loss(value, lambda x: id(x) in metas and seen["requires_grad"][metas[id(x)]])
     loss_index = metas.get(id(loss)) if loss is not None else None
-    training = loss_index is not None and seen["requires_grad"][loss_index] and torch.is_grad_enabled()
+    starts = loss_index is not None and seen["requires_grad"][loss_index] and torch.is_grad_enabled()
     leaves, tree = flatten_result(value, loss)
     result: list[tuple[str, Any]] = []
     for leaf in leaves:
@@ -84,19 +95,25 @@ def _finish(module: torch.nn.Module, call: Call, value: Any, seen: dict[str, Any
         else:
             raise held_tensor()
     graph: torch.fx.GraphModule = seen["graph"]
-    _detach_all_but(graph, loss_index if training else None)
-    outputs = tuple("loss" if i == loss_index else "output" for i in range(len(metas)))
+    returned = {what for kind, what in result if kind == "output" and seen["requires_grad"][what]}
+    deferred = not starts and bool(returned) and keeps_gradients(module, call)
+    if deferred:
+        _with_outputs(graph, lambda i: copied if i in returned else torch.detach)
+    else:
+        _with_outputs(graph, lambda i: None if starts and i == loss_index else torch.detach)
+    outputs = tuple("loss" if i == loss_index and not deferred else "output" for i in range(len(metas)))
     inputs = tuple(_name(tensor, given, names, i) for i, tensor in enumerate(seen["inputs"]))
     joined = joint(graph, tuple(seen["inputs"]), module)
-    return Trace(joined, call.batch, inputs, outputs, tuple(result), tree, training)
+    return Trace(joined, call.batch, inputs, outputs, tuple(result), tree, starts or deferred)
 
 
-def _detach_all_but(graph: torch.fx.GraphModule, loss: int | None) -> None:
-    """Cut gradients at every output but the loss, so that the joint graph has the loss's backward and no other."""
+def _with_outputs(graph: torch.fx.GraphModule, function: Callable[[int], Callable[..., Any] | None]) -> None:
+    """Put a function behind every output: the joint graph has no backward of those that are detached."""
     node = graph.graph.output_node()
     with graph.graph.inserting_before(node):
         outputs = [
-            out if i == loss else graph.graph.call_method("detach", (out,)) for i, out in enumerate(_outputs(graph))
+            out if (end := function(i)) is None else graph.graph.call_function(end, (out,))
+            for i, out in enumerate(_outputs(graph))
         ]
     node.args = (tuple(outputs),)
     graph.recompile()

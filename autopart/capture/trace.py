@@ -12,6 +12,7 @@ import torch
 
 from autopart import _torch
 from autopart.capture.annotate import is_user_file
+from autopart.capture.call import Call
 from autopart.capture.decompositions import table
 from autopart.errors import CaptureError
 
@@ -19,6 +20,8 @@ from autopart.errors import CaptureError
 @dataclass(frozen=True, slots=True)
 class Trace:
     """A joint graph at one batch size.
+
+    Where there is no loss, the outputs that require grad are `copied`.
 
     `inputs` gives (kind, target, tensor) of each primal placeholder, in order; `outputs` the kind, "loss" or "output",
     of each of the graph's first outputs, gradients follow. `result` and `tree` rebuild the user's return value (see
@@ -135,6 +138,16 @@ def find_loss(value: Any, grads: Callable[[Any], bool]) -> Any:
     if isinstance(value, list | tuple) and value and scalar(value[0]) and grads(value[0]):
         return value[0]
     return None
+
+
+def keeps_gradients(module: torch.nn.Module, call: Call) -> bool:
+    """Whether outputs stay differentiable where there is no loss: in training, or for inputs that require grad."""
+    return torch.is_grad_enabled() and (module.training or bool(call.wanted()))
+
+
+def copied(output: torch.Tensor) -> torch.Tensor:
+    """An output that is no view of another and contiguous, as its gradient will be when it comes from outside."""
+    return output.clone(memory_format=torch.contiguous_format)
 
 
 def plain_leaf(leaf: Any) -> tuple[str, Any]:

@@ -80,12 +80,13 @@ def argument(arg: Arg, batch: str) -> str:
             return repr(arg)
 
 
-def call(head: str, args: Sequence[str], tail: str) -> list[str]:
+def call(head: str, args: Sequence[str], tail: str, brackets: str = "()") -> list[str]:
     """``head(args)tail`` on as many lines as it takes."""
-    line = f"{head}({', '.join(args)}){tail}"
+    opening, closing = brackets[0], brackets[1]
+    line = f"{head}{opening}{', '.join(args)}{closing}{tail}"
     if len(line) <= WIDTH - 4:
         return [line]
-    return [f"{head}(", *_filled(args, "    "), f"){tail}"]
+    return [f"{head}{opening}", *_filled(args, "    "), f"{closing}{tail}"]
 
 
 def wrapped(head: str, names: Sequence[str]) -> list[str]:

@@ -108,7 +108,11 @@ def _trace(
     for body in body_names(source):
         namespace[body] = _called(body, namespace[body], root, tracer, source, modules)
     inputs = SimpleNamespace(
-        sizes={0: size}, size=program.plan.batch, input=lambda label, k: world._given(label), whole=placeholder
+        sizes={0: size},
+        size=program.plan.batch,
+        input=lambda label, k: world._given(label),
+        whole=placeholder,
+        cut=lambda tangent, k, dim: tangent,  # the graph is of one microbatch, and is given what belongs to it
     )
     function = namespace[name]
     formals = function.__code__.co_varnames[3 : function.__code__.co_argcount]

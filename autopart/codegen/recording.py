@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import CodeType
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -46,6 +46,8 @@ class Event:
 class Recording:
     """What a text did: its global names, the world's calls in order, what `step` returned.
 
+    `yielded` is what a step that waits for the gradients of its outputs hands out before it goes on, else None; `early`
+    counts the events before that.
     `calls` has, for each call of a body, the units whose parameters it was given. `kept` has the line of everything put
     in a store and not taken out again, and of every list taken out and not emptied; `stored` counts what was put in.
     """
@@ -56,6 +58,8 @@ class Recording:
     result: Any
     kept: tuple[int, ...]
     stored: int
+    yielded: Any = None
+    early: int = 0
 
     @property
     def actions(self) -> tuple[Action, ...]:
@@ -73,6 +77,14 @@ class RecordingBatch:
     def input(self, name: str, k: int) -> Spec:
         """The piece of an input for microbatch k."""
         return replace(self.inputs[name](int(self.sizes[k])), microbatch=self.sizes[k].microbatch)
+
+    def cut(self, tangent: Spec, k: int, *, dim: int) -> Spec:
+        """The piece of the gradient of an output for microbatch k."""
+        rows, rest = divmod(tangent.shape[dim], self.size)
+        if rest or not tangent.whole:
+            raise TypeError(f"{shown([tangent])} is cut along dim {dim}, which has not the samples of the whole batch")
+        shape = (*tangent.shape[:dim], rows * int(self.sizes[k]), *tangent.shape[dim + 1 :])
+        return Spec(shape, tangent.dtype, self.sizes[k].microbatch)
 
     def share(self, part: int, parts: int) -> int:
         """The number of samples of a data rank."""
@@ -117,6 +129,7 @@ class RecordingWorld:
     parts: int
     part: int
     buffers: Mapping[str, Spec]
+    tangents: Mapping[str, Spec] = field(default_factory=dict)  # the gradients of outputs that the step is sent
     events: list[Event] = field(default_factory=list)
     calls: list[frozenset[str]] = field(default_factory=list)
     stores: list[RecordingStore] = field(default_factory=list)
@@ -268,6 +281,11 @@ class RecordingWorld:
 
     def owner(self, values: Iterable[Any]) -> int | None:
         """The one microbatch that values belong to, None if to none; TypeError if it is not that of the action."""
+        values = tuple(values)
+        if whole := [value for value in values if isinstance(value, Spec) and value.whole]:
+            raise TypeError(
+                f"{shown(whole)} of the whole batch is used for a microbatch; take its piece with batch.cut"
+            )
         marks = (value.microbatch for value in values if isinstance(value, Spec | Samples))
         found = {mark for mark in marks if mark is not None}
         allowed = found if self.here is None else {self.here.microbatch}
@@ -353,7 +371,7 @@ def record(source: str, name: str, world: RecordingWorld, batch: RecordingBatch,
     namespace["torch"] = _Torch()
     world.file, world.batch = name, batch
     try:
-        result = names["step"](world, batch)
+        result, yielded, early = _completed(names["step"](world, batch), world)
     except Exception as error:
         if world.here is not None:
             error.add_note(f"stage {world.here.stage}, microbatch {world.here.microbatch}, action {world.here}")
@@ -361,7 +379,22 @@ def record(source: str, name: str, world: RecordingWorld, batch: RecordingBatch,
     left = [line for store in world.stores for line in (store.lines[k] for k in store)]
     left += [line for line, values in world.lists if values]
     stored = sum(len(store.lines) for store in world.stores)
-    return Recording(names, tuple(world.events), tuple(world.calls), result, tuple(left), stored)
+    return Recording(names, tuple(world.events), tuple(world.calls), result, tuple(left), stored, yielded, early)
+
+
+def _completed(running: Any, world: RecordingWorld) -> tuple[Any, Any, int]:
+    """What a step returns, what it yields (None if it does not wait for gradients), and the events before that."""
+    if not world.tangents:
+        return running, None, 0
+    if not inspect.isgenerator(running):
+        raise TypeError("a step without a loss must yield its outputs, and go on with their gradients")
+    yielded = next(running)
+    early = len(world.events)
+    try:
+        cast(Generator[Any, Any, Any], running).send(world.tangents)
+    except StopIteration as end:
+        return end.value, yielded, early
+    raise TypeError("a step yields once")
 
 
 def _recorded(function: Callable[..., Any], body: Body, world: RecordingWorld, bodies: Bodies) -> Callable[..., Any]:

@@ -25,7 +25,8 @@ class Spec:
     """A tensor's shape and dtype, standing for it.
 
     `microbatch` is the one that it belongs to, None for what all share; `unit` the unit that it is a parameter of;
-    `call` the number of the body's call that made it, `place` its place in the tuple that this returned it in. None of
+    `call` the number of the body's call that made it, `place` its place in the tuple that this returned it in; `whole`
+    marks what has the samples of the whole batch. None of
     these count when specs are compared.
     """
 
@@ -35,6 +36,7 @@ class Spec:
     unit: str = field(default="", compare=False)
     call: int = field(default=-1, compare=False)
     place: int = field(default=0, compare=False)
+    whole: bool = field(default=False, compare=False)
 
 
 class Samples(int):

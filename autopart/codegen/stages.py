@@ -11,7 +11,7 @@ from autopart.codegen.functions import call
 from autopart.codegen.layout import Layout
 from autopart.codegen.roll import template
 from autopart.ir.captured import describe
-from autopart.ir.graph import Value
+from autopart.ir.graph import Input, Value
 from autopart.ir.names import RESERVED, identifier
 from autopart.ir.staged import Edge, Staged
 from autopart.ir.state import Unit
@@ -74,9 +74,10 @@ def forward(
 def backward(
     staged: Staged, stage: int, layouts: Sequence[Layout], names: Mapping[object, str], degree: int, last: int
 ) -> list[str]:
-    """``stageN_backward(world, batch, k, saved, edges..., prologue...) -> edges...``.
+    """``stageN_backward(world, batch, k, saved, edges..., prologue...) -> edges..., gradients of inputs...``.
 
-    That of microbatch `last` completes the gradients, whose reduction begins as soon as each is there.
+    After `saved` come `tangents` where the stage makes outputs of a step without a loss. The backward of microbatch
+    `last` completes the gradients, whose reduction begins as soon as each is there.
     """
     completed = staged.completed(stage, degree)
     rows = [item for item in reversed(layouts) if item.body.backward is not None]
@@ -85,18 +86,36 @@ def backward(
         for item, each in zip(rows, _parameters(rows, degree), strict=True)
     ]
     edges_in, edges_out = staged.into(stage, forward=False), staged.out_of(stage, forward=False)
-    writer = _Writer({}, frozenset(v.name for e in edges_out for v in e.values))
+    gradients = stage_input_gradients(staged, stage)
+    writer = _Writer({}, frozenset([*(v.name for e in edges_out for v in e.values), *gradients]))
     prologue = stage_prologue(staged, stage, backward=True)
-    lines = _head(staged, f"stage{stage}_backward", edges_in, ("saved",), prologue, writer, degree)
+    given = ("saved", "tangents") if takes_tangents(staged, stage) else ("saved",)
+    lines = _head(staged, f"stage{stage}_backward", edges_in, given, prologue, writer, degree)
     if completed:
         lines.append(f"    last = k == {last}  # then gradients are complete, and each begins to be reduced")
-    for item in staged.segmented.captured.of_kind("tangent"):
-        if any(item.value.name in use.takes for use in uses):
-            writer.env[item.value.name] = "one"
-            lines.append(f"    one = torch.ones((), dtype={item.value.dtype}, device=DEVICE)")
+    lines += [_tangent(staged, item, writer) for item in stage_tangents(staged, stage)]
     _write(uses, writer)
     returned = [_tuple(writer.env[value.name] for value in edge.values) for edge in edges_out]
+    returned += [writer.env[name] for name in gradients]
     return [*lines, *writer.lines, *([f"    return {', '.join(returned)}"] if returned else [])]
+
+
+def takes_tangents(staged: Staged, stage: int) -> bool:
+    """Whether a stage's backward is given the gradients of outputs."""
+    return staged.segmented.captured.deferred and bool(stage_tangents(staged, stage))
+
+
+def _tangent(staged: Staged, item: Input, writer: _Writer) -> str:
+    """The line that makes the gradient of an output, or of the loss, for a microbatch."""
+    value = item.value
+    if item.target == "loss":
+        writer.env[value.name] = "one"
+        return f"    one = torch.ones((), dtype={value.dtype}, device=DEVICE)"
+    outputs = staged.segmented.captured.outputs
+    dim = next(out.dim for out in outputs if out.kind == "output" and out.target == item.target)
+    whole = f'tangents["{value.name}"]'
+    writer.env[value.name] = writer.fresh(value.name)
+    return f"    {writer.env[value.name]} = {whole if dim is None else f'batch.cut({whole}, k, dim={dim})'}"
 
 
 def stage_outputs(staged: Staged, stage: int) -> tuple[str, ...]:
@@ -104,6 +123,19 @@ def stage_outputs(staged: Staged, stage: int) -> tuple[str, ...]:
     made = {name for segment in staged.stages[stage] for name in segment.outputs}
     wanted = dict.fromkeys(out.name for out in staged.segmented.captured.outputs if out.kind in ("loss", "output"))
     return tuple(name for name in wanted if name in made)
+
+
+def stage_input_gradients(staged: Staged, stage: int) -> tuple[str, ...]:
+    """The names of the gradients of inputs that a stage's backward makes."""
+    made = {name for segment in staged.stages[stage] for name in segment.backward_outputs}
+    outputs = staged.segmented.captured.outputs
+    return tuple(out.name for out in outputs if out.kind == "input_grad" and out.name in made)
+
+
+def stage_tangents(staged: Staged, stage: int) -> tuple[Input, ...]:
+    """The gradients of outputs, and of the loss, that a stage's backward begins with."""
+    read = {name for segment in staged.stages[stage] for name in segment.backward_inputs}
+    return tuple(item for item in staged.segmented.captured.of_kind("tangent") if item.value.name in read)
 
 
 def stage_prologue(staged: Staged, stage: int, *, backward: bool) -> tuple[str, ...]:

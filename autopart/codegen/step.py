@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from autopart.codegen.functions import call
 from autopart.codegen.roll import Loop, periodic, template
-from autopart.codegen.stages import stage_outputs, stage_prologue
+from autopart.codegen.stages import stage_input_gradients, stage_outputs, stage_prologue, takes_tangents
 from autopart.ir.action import Action, Kind
 from autopart.ir.graph import Output, Size, Value
 from autopart.ir.staged import Staged, averaged
@@ -15,7 +15,10 @@ from autopart.ir.state import Unit
 
 
 def step(staged: Staged, stages: Sequence[int], row: Sequence[Action], degree: int) -> list[str]:
-    """The step of a rank that holds `stages` and performs `row` (compute, SEND and RECV); `degree` is that of dp."""
+    """The step of a rank that holds `stages` and performs `row` (compute, SEND and RECV); `degree` is that of dp.
+
+    A step without a loss is a generator: it yields its outputs, is sent their gradients, and goes on.
+    """
     units = [unit for unit in staged.state.units if set(unit.stages) & set(stages)]
     lines = ["", "", "def step(world, batch):", f'    """{_phases(row)}"""']
     lines += _prologue(staged, stages)
@@ -24,11 +27,43 @@ def step(staged: Staged, stages: Sequence[int], row: Sequence[Action], degree: i
         lines.append("    # Parameters that the last optimizer step updated in parts are made whole again.")
         lines += _rolled(stale)
     lines += [f"    {name} = world.store()" for name in _stores(staged, stages)]
-    lines += [f"    {out.name} = {{}}" for out in _outputs(staged) if _maker(staged, out) in stages]
+    lines += [f"    {out.name} = {{}}" for out in outputs(staged) if maker(staged, out) in stages]
+    results = [out for out in outputs(staged) if out.kind != "input_grad"]
+    if staged.segmented.captured.deferred:
+        first = begin_of_backward(row)
+        lines += _schedule(staged, row[:first])
+        lines += _buffers(staged, stages, degree)
+        made, entries = _results(staged, stages, results)
+        lines += [*made, "    # The caller computes a loss of these; its backward() sends their gradients."]
+        lines += _dict("tangents = yield ", entries)
+        row, results = row[first:], []
     lines += _schedule(staged, row)
     lines += _reductions(staged, stages, units, degree)
-    lines += _buffers(staged, stages, degree)
-    return [*lines, *_results(staged, stages)]
+    lines += _buffers(staged, stages, degree) if not staged.segmented.captured.deferred else []
+    results += [out for out in outputs(staged) if out.kind == "input_grad"]
+    made, entries = _results(staged, stages, results)
+    return [*lines, *made, *_dict("return ", entries)]
+
+
+def _dict(head: str, entries: Sequence[str]) -> list[str]:
+    return ["    " + line for line in call(head, [f'"{name}": {name}' for name in entries], "", "{}")]
+
+
+def begin_of_backward(row: Sequence[Action]) -> int:
+    """The place in a row of the first action of a backward, before which all forwards and their transfers must be."""
+
+    def backward(action: Action) -> bool:
+        match action.kind:
+            case Kind.SEND:
+                return action.peer < action.stage
+            case Kind.RECV:
+                return action.peer > action.stage
+            case _:
+                return action.kind is not Kind.F
+
+    first = next((i for i, action in enumerate(row) if backward(action)), len(row))
+    assert all(map(backward, row[first:])), "a schedule of all forwards, then all backwards"
+    return first
 
 
 def edges(staged: Staged, stages: Sequence[int]) -> list[str]:
@@ -135,7 +170,8 @@ def _backward(staged: Staged, stage: int, k: str) -> list[str]:
     if not saves(staged, stage):
         return ["pass  # nothing here is trained"]
     results = [f"{_edge(stage, e.target)}[{k}]" for e in staged.out_of(stage, forward=False)]
-    args = ["world", "batch", k, f"saved_{stage}.pop({k})"]
+    results += [f"{name}[{k}]" for name in stage_input_gradients(staged, stage)]
+    args = ["world", "batch", k, f"saved_{stage}.pop({k})", *(["tangents"] if takes_tangents(staged, stage) else [])]
     args += [f"{_edge(e.source, stage)}.pop({k})" for e in staged.into(stage, forward=False)]
     args += stage_prologue(staged, stage, backward=True)
     return call((f"{', '.join(results)} = " if results else "") + f"stage{stage}_backward", args, "")
@@ -205,35 +241,39 @@ def _span(lines: Sequence[str]) -> str | None:
     return f"for i in range({places[0]}, {places[-1] + 1}):\n    {text}"
 
 
-def _outputs(staged: Staged) -> list[Output]:
-    unique = {out.name: out for out in staged.segmented.captured.outputs if out.kind in ("loss", "output")}
-    return list(unique.values())
+def outputs(staged: Staged) -> list[Output]:
+    """What the step returns, each value once: the loss and outputs that some stage makes, gradients of inputs."""
+    made = {name for row in staged.stages for item in row for name in (*item.outputs, *item.backward_outputs)}
+    kinds = ("loss", "output", "input_grad")
+    found = {o.name: o for o in staged.segmented.captured.outputs if o.kind in kinds and o.name in made}
+    return list(found.values())
 
 
-def _maker(staged: Staged, out: Output) -> int:
-    return next(s for s in range(len(staged.stages)) if out.name in stage_outputs(staged, s))
+def maker(staged: Staged, out: Output) -> int:
+    """The stage that makes an output."""
+    made = stage_input_gradients if out.kind == "input_grad" else stage_outputs
+    return next(s for s in range(len(staged.stages)) if out.name in made(staged, s))
 
 
-def _results(staged: Staged, stages: Sequence[int]) -> list[str]:
-    """The lines that make the step's outputs whole: a sum over everything, or the microbatches joined."""
-    captured = staged.segmented.captured
-    values = {value.name: value for value in captured.values()}
+def _results(staged: Staged, stages: Sequence[int], wanted: Iterable[Output]) -> tuple[list[str], list[str]]:
+    """The lines that make outputs whole (a sum over everything, or the microbatches joined), and the names of those."""
+    values = {value.name: value for value in staged.segmented.captured.values()}
     lines, entries = [], []
-    for out in _outputs(staged):
-        home, value = _maker(staged, out), values[out.name]
+    for out in wanted:
+        home, value = maker(staged, out), values[out.name]
         here = home in stages
         if out.partial:
             parts = f"list({out.name}.values())" if here else "[]"
             lines.append(f"    {out.name} = world.total({parts}, shape={value.at(1)}, dtype={value.dtype})")
-        elif captured.training:
+        elif not out.everywhere:
             lines += [f"    {out.name} = world.joined({out.name}, dim={out.dim})"] if here else []
         else:
             made = out.name if here else "None"
             like = f"lambda b: ({_spec(value)})"
             lines.append(f"    {out.name} = world.everywhere({made}, stage={home}, dim={out.dim}, like={like})")
-        if here or out.partial or not captured.training:
-            entries.append(f'"{out.name}": {out.name}')
-    return [*lines, f"    return {{{', '.join(entries)}}}"]
+        if here or out.partial or out.everywhere:
+            entries.append(out.name)
+    return lines, entries
 
 
 def _phases(row: Sequence[Action]) -> str:

@@ -67,6 +67,11 @@ class Captured:
         """The name of the loss value, None in a graph without one."""
         return next((out.name for out in self.outputs if out.kind == "loss"), None)
 
+    @property
+    def deferred(self) -> bool:
+        """Whether the backward waits for the gradients of the outputs: it is a training step without a loss."""
+        return self.training and self.loss is None
+
     def at(self, batch: int) -> torch.fx.GraphModule:
         """The graph at one batch size as an FX GraphModule: inputs in order to a tuple of the outputs in order."""
         graph = torch.fx.Graph()

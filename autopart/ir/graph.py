@@ -168,10 +168,10 @@ class Input:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """A graph output. `kind`: loss, output, grad (of parameter or input `target`), mutation (of buffer `target`).
+    """A graph output. `kind`: loss, output, grad (of parameter `target`), input_grad, mutation (of buffer `target`).
 
     How microbatches combine (known after `normalise`): concatenated along `dim`; else summed if `partial`; else all
-    equal.
+    equal. `everywhere`: every rank gets the whole of it, as of all that is `partial`; else it stays where it is made.
     """
 
     name: str
@@ -179,6 +179,7 @@ class Output:
     target: str
     dim: int | None = None
     partial: bool = False
+    everywhere: bool = False
 
 
 def _form(arg: Arg, reads: list[str]) -> Arg:

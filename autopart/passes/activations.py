@@ -121,10 +121,10 @@ def _kept(staged: Staged, places: Sequence[int], column: int, batch: int, whole:
 
 
 def _inputs(staged: Staged, stage: int, batch: int, whole: bool) -> dict[str, Storage]:
-    """The storages of the caller's inputs: new ones where slices are copies, none of ours elsewhere."""
+    """The storages of the caller's inputs and gradients: new ones where slices are copies, none of ours elsewhere."""
     captured = staged.segmented.captured
     copied = copied_inputs(captured)
-    items = [item.value for item in captured.of_kind("input")]
+    items = [item.value for item in captured.of_kind("input", "tangent")]
     return {v.name: (f"{v.name} at {stage}", v.nbytes(batch) * (copied[v.name] and not whole)) for v in items}
 
 

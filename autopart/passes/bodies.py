@@ -58,7 +58,8 @@ def _flows(captured: Captured, names: list[str], home: Mapping[str, int]) -> lis
     updates = _at_home(captured, "mutation", home)
     targets = {out.target for out in captured.updates()}
     updated = {name for name, item in kinds.items() if item.kind == "buffer" and item.target in targets}
-    kept = {out.name for out in captured.outputs if out.kind in ("loss", "output")}
+    # gradients of parameters go to their units, new values of buffers to the world
+    kept = {out.name for out in captured.outputs if out.kind not in ("grad", "mutation")}
     readers = _readers(captured, home)
     flows = []
     for index, name in enumerate(names):
@@ -83,7 +84,7 @@ def _flows(captured: Captured, names: list[str], home: Mapping[str, int]) -> lis
             backward_inputs=tuple(v for v in back if v in backward_made or (v in kinds and kinds[v].kind == "tangent")),
             backward_fixed=tuple(v for v in back if v in kinds and kinds[v].kind in FIXED and v not in updated),
             backward_parameters=tuple(kinds[v].target for v in back if v in kinds and kinds[v].kind == "parameter"),
-            backward_outputs=tuple(v for v in produced if readers.get((v, True), index) < index),
+            backward_outputs=tuple(v for v in produced if v in kept or readers.get((v, True), index) < index),
             gradients=tuple(target for _, target in mine),
         )
         saved = tuple(v for v in back if v in own or v in passing or v in updated)

@@ -14,7 +14,7 @@ from typing import Any
 
 from autopart.ir.captured import Captured
 from autopart.ir.cost import SegmentCost, Tied
-from autopart.ir.graph import Node, Value
+from autopart.ir.graph import Node, Size, Value
 from autopart.ir.segmented import Body, Function, Segmented
 from autopart.rules.alias import roots, viewed
 from autopart.rules.flops import count, flops
@@ -78,13 +78,13 @@ def costs(segmented: Segmented) -> tuple[SegmentCost, ...]:
 
 
 def copied_inputs(captured: Captured) -> dict[str, bool]:
-    """For each of the caller's inputs, by value name: whether a microbatch's slice of it is a copy.
+    """For each of the caller's inputs and gradients of outputs, by value name: whether a microbatch's slice is a copy.
 
     A slice along the outermost dim is a view of the caller's (contiguous) tensor; one along another dim is copied.
     """
-    dims = dict(captured.batch_dims)
-    items = captured.of_kind("input")
-    return {i.value.name: any(size != 1 for size in i.value.shape[: dims.get(i.target, 0)]) for i in items}
+    shapes = {item.value.name: item.value.shape for item in captured.of_kind("input", "tangent")}
+    dims = {name: next((i for i, size in enumerate(s) if isinstance(size, Size)), 0) for name, s in shapes.items()}
+    return {name: any(size != 1 for size in shape[: dims[name]]) for name, shape in shapes.items()}
 
 
 def _expressions(body: Body, origins: tuple[bool | None, ...]) -> _Expressions:

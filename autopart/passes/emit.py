@@ -62,7 +62,12 @@ def observe(
         made = {value.name: value for value in captured.values()}
         buffers |= {out.target: _spec(made[out.name], batch) for out in updates}
     inputs = {target: (lambda b, value=value: _spec(value, b)) for target, value in values.items()}
-    world = RecordingWorld(state, parts, part, buffers)
+    tangents = {
+        item.value.name: replace(_spec(item.value, batch), whole=item.value.at(1) != item.value.at(2))
+        for item in captured.of_kind("tangent")
+        if captured.deferred
+    }
+    world = RecordingWorld(state, parts, part, buffers, tangents)
     seen = bodies.recordings[alike] = record(text, f"<rank {rank}>", world, RecordingBatch(inputs, mine, batch), bodies)
     return seen
 

@@ -174,9 +174,9 @@ class _Scan:
         if output.kind == "mutation" and not isinstance(fact.place, Replicate):
             made = next(node for node in nodes if output.name in node.names())
             refuse(made, f"updates the buffer {output.target!r} from the samples, which are those of a part")
-        if output.kind not in ("loss", "grad"):
+        if output.kind not in ("loss", "grad", "input_grad"):
             return False
-        source = self.samples.get(output.target) if output.kind == "grad" else None
+        source = self.samples.get(output.target) if output.kind == "input_grad" else None
         wanted = self.facts[source].place if source is not None else Partial()
         if isinstance(wanted, Shard) and not (fact.place == wanted or fact.uniform):
             raise CaptureError(f"the gradient of input {output.target} does not belong to its samples. {ADVICE}")

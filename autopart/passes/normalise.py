@@ -23,6 +23,7 @@ from autopart.ir.captured import Captured, dead_code_eliminated
 from autopart.ir.graph import Arg, Input, Node, Output, Ref, Share, Size, Value, map_arg
 from autopart.ir.placement import Partial, Shard
 from autopart.passes.accumulate import trees
+from autopart.passes.boundary import check_detached, with_everywhere, with_own_input_gradients
 from autopart.passes.decompose import decompose_means, explicit_squeezes
 from autopart.passes.judge import Judgement, Site, judge
 from autopart.passes.simplify import simplify
@@ -34,14 +35,14 @@ VIEWS = frozenset(
 )
 
 
-def normalise(captured: Captured, *, semantics: str = "exact") -> Captured:
-    """Normalise a captured step.
+def normalise(captured: Captured, *, semantics: str = "exact", outputs: str | None = None) -> Captured:
+    """Normalise a captured step. With `outputs` = "all", every rank gets those beside the loss whole, too.
 
     With semantics "accumulate", a step that couples a batch's samples is left as it is for each slice of the batch
     (`passes.slices`). Raises CaptureError for random ops, and with "exact" for what couples a batch's samples and for
     buffers that are updated from them.
     """
-    captured = _prepared(captured)
+    captured = _prepared(captured, outputs)
     if semantics == "exact":
         return _with_judgement(*_exact(captured))
     nodes = without_running_statistics(of_the_slice(captured.nodes))
@@ -54,14 +55,15 @@ def normalise(captured: Captured, *, semantics: str = "exact") -> Captured:
     return _with_judgement(sliced, judge_slices(sliced.inputs, sliced.nodes, sliced.outputs))
 
 
-def _prepared(captured: Captured) -> Captured:
+def _prepared(captured: Captured, outputs: str | None) -> Captured:
     """The step without what means nothing to a part of the batch."""
     _refuse(captured)
+    check_detached(captured)
     nodes, alias = simplify(captured.nodes, (item.value for item in captured.inputs))
-    outputs = tuple(replace(out, name=alias.get(out.name, out.name)) for out in captured.outputs)
+    named = tuple(replace(out, name=alias.get(out.name, out.name)) for out in captured.outputs)
     result = tuple(alias.get(item, item) if isinstance(item, str) else item for item in captured.result)
-    captured = replace(captured, nodes=nodes, outputs=_gradients_by_use(nodes, outputs), result=result)
-    captured = _with_made_updates(captured)
+    captured = replace(captured, nodes=nodes, outputs=_gradients_by_use(nodes, named), result=result)
+    captured = _with_made_updates(with_everywhere(with_own_input_gradients(captured), outputs))
     return replace(captured, nodes=explicit_squeezes(captured.inputs, captured.nodes))
 
 

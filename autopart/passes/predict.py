@@ -14,6 +14,7 @@ from math import ceil
 
 import torch
 
+from autopart.codegen.step import outputs
 from autopart.ir.action import Action, Kind, Scheduled
 from autopart.ir.mesh import pieces
 from autopart.ir.plan import Plan, StageMemory
@@ -136,13 +137,13 @@ def _buffers(staged: Staged, places: Sequence[int], column: int, degree: int) ->
 
 
 def _outputs(staged: Staged, plan: Plan) -> Calls:
-    """What makes outputs whole: sums over the world; outside training, broadcasts of every data rank's piece."""
+    """What makes outputs whole: sums over the world; broadcasts of every data rank's piece to all ranks."""
     captured, degree = staged.segmented.captured, plan.mesh.degree("dp")
     values = {value.name: value for value in captured.values()}
-    for out in {out.name: out for out in captured.outputs if out.kind in ("loss", "output")}.values():
+    for out in outputs(staged):
         if out.partial:
             yield "all_reduce", values[out.name].nbytes(1), plan.mesh.size, 1
-        elif not captured.training:
+        elif out.everywhere:
             for samples in pieces(plan.batch, degree)[: degree if out.dim is not None else 1]:
                 yield "broadcast", values[out.name].nbytes(samples), plan.mesh.size, 1
 

@@ -14,13 +14,31 @@ from autopart.ir.plan import Plan
 from autopart.ir.staged import Staged
 from autopart.ir.state import Unit, used_units
 
+FORWARDS_FIRST = "gpipe"
+"""The schedule of all forwards, then all backwards."""
+
 
 def schedule(staged: Staged, plan: Plan) -> Scheduled:
-    """The lowered schedule. A program without a backward runs all its forwards in order."""
-    training = staged.segmented.captured.training
-    name = plan.schedule if training else "forward"
+    """The lowered schedule. A program without a backward runs all its forwards in order.
+
+    Raises ValueError for a step without a loss under a schedule that begins a backward before all forwards are done.
+    """
+    captured = staged.segmented.captured
+    if captured.deferred:
+        check_deferred(plan.schedule)
+    name = plan.schedule if captured.training else "forward"
     built = schedules.build(name, ranks=len(staged.stages), microbatches=plan.microbatches)
     return schedules.lower(built, frozenset((edge.source, edge.target) for edge in staged.edges))
+
+
+def check_deferred(name: str | None) -> None:
+    """Refuse a schedule, given by name, that a step without a loss cannot follow."""
+    if name not in (None, FORWARDS_FIRST):
+        raise ValueError(
+            f"schedule: {name!r} begins backwards before all forwards are done, but the module returns no loss that "
+            "requires grad, so what its outputs are used for is known only after the call; leave the schedule out "
+            f"(it is {FORWARDS_FIRST!r} then), or return the loss from forward, or pass loss_fn= and call train_step"
+        )
 
 
 def with_collectives(staged: Staged, scheduled: Scheduled, degree: int) -> tuple[tuple[Action, ...], ...]:

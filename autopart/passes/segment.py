@@ -167,14 +167,14 @@ def _backward_homes(captured: Captured, forward: list[Node], number: list[int]) 
     """The segment of every value of the backward: that of the forward node of the same autograd sequence number.
 
     A gradient-accumulation add has no forward node of its own: it belongs where its result is used, the segment that
-    made the value whose gradients it adds.
+    made the value whose gradients it adds; an input's gradients are added in the first segment that makes one.
     """
     by_sequence: dict[int, int] = {}  # the first node of a number is the one that autograd saw
     for node, place in zip(forward, number, strict=True):
         by_sequence.setdefault(node.sequence, place)
     backward = [node for node in captured.nodes if node.backward]
     made = {name for node in backward for name in node.names()}
-    used_at: dict[str, int] = {}
+    used_at = {out.name: max(number) for out in captured.outputs if out.kind == "input_grad"}
     homes: dict[str, int] = {}
     for node in reversed(backward):
         used = max((used_at[name] for name in node.names() if name in used_at), default=None)

@@ -74,7 +74,12 @@ def verify(program: Program, *, bodies: Bodies | None = None) -> Report:
         raise fault("text", "program", problem, f"a mesh of {plan.mesh} has the ranks 0 to {plan.mesh.size - 1}")
     staged = program.staged
     needed = tuple(needs(staged, stage) for stage in range(len(staged.stages)))
-    makers = {name: stage for stage, row in enumerate(staged.stages) for item in row for name in item.outputs}
+    makers = {
+        name: stage
+        for stage, row in enumerate(staged.stages)
+        for item in row
+        for name in (*item.outputs, *item.backward_outputs)
+    }
     made = {value.name: (value, makers[value.name]) for value in program.captured.values() if value.name in makers}
     bodies = bodies or Bodies()
     batches = _batches(plan)
@@ -132,29 +137,31 @@ def _check_stores(text: Text) -> int:
 
 
 def _check_outputs(text: Text, program: Program, made: Mapping[str, Made], batch: int) -> int:
-    """The step returns what it must, each whole; the number of outputs."""
+    """The step returns what it must, each whole (or yields it, before the backward); the number of outputs."""
     captured, plan = program.captured, program.plan
     wanted = {
         out.name: out
         for out in captured.outputs
-        if out.kind in ("loss", "output") and (out.partial or not captured.training or made[out.name][1] in text.stages)
+        if out.kind in ("loss", "output", "input_grad")
+        and out.name in made
+        and (out.partial or out.everywhere or made[out.name][1] in text.stages)
     }
-    result = text.recording.result
-    found = result if isinstance(result, dict) else {}
     for name, out in wanted.items():
+        early = captured.deferred and out.kind == "output"
+        result = text.recording.yielded if early else text.recording.result
+        found = result if isinstance(result, dict) else {}
         value = made[name][0]
-        expected = Spec(_whole(out, value, text, plan, batch, captured.training), value.dtype)
-        given = found.get(name)
+        expected, given = Spec(_whole(out, value, text, plan, batch), value.dtype), found.get(name)
         if given != expected:
             returned = shown([given]) if isinstance(given, Spec) else f"a {type(given).__name__}"
-            problem = f"step returns {returned} as {name!r}"
+            problem = f"step {'yields' if early else 'returns'} {returned} as {name!r}"
             remedy = f"return the whole output, {shown([expected])}"
             raise fault("outputs", f"rank {text.rank}", problem, remedy)
     _check_total(text, [made[out.name][1] for out in wanted.values() if out.partial], plan)
     return len(wanted)
 
 
-def _whole(out: Output, value: Value, text: Text, plan: Plan, batch: int, training: bool) -> tuple[int, ...]:
+def _whole(out: Output, value: Value, text: Text, plan: Plan, batch: int) -> tuple[int, ...]:
     """The shape of an output in which microbatches (and data ranks, where each rank gets the whole) are joined."""
     degree = plan.mesh.degree("dp")
     shares = pieces(batch, degree)
@@ -162,8 +169,8 @@ def _whole(out: Output, value: Value, text: Text, plan: Plan, batch: int, traini
     if out.partial:
         return value.at(1)
     if out.dim is None:
-        return value.at(pieces(shares[mine if training else 0], plan.microbatches)[0])
-    counted = [shares[mine]] if training else shares
+        return value.at(pieces(shares[0 if out.everywhere else mine], plan.microbatches)[0])
+    counted = shares if out.everywhere else [shares[mine]]
     shapes = [value.at(size) for share in counted for size in pieces(share, plan.microbatches)]
     return (*shapes[0][: out.dim], sum(shape[out.dim] for shape in shapes), *shapes[0][out.dim + 1 :])
 

@@ -136,6 +136,7 @@ def ends(texts: Sequence[Text], meetings: Sequence[Meeting]) -> int:
     waits have a cycle exactly if the ranks deadlock.
     """
     _check_columns(texts)
+    _check_yields(texts, meetings)
     event: dict[Position, Meeting] = {position: meeting for meeting in meetings for position in meeting}
     waits: nx.DiGraph[Meeting] = nx.DiGraph()
     waits.add_nodes_from(meetings)
@@ -150,6 +151,15 @@ def ends(texts: Sequence[Text], meetings: Sequence[Meeting]) -> int:
         remedy = "call what ranks do together in one order on all of them"
         raise VerificationError(f"rule deadlock: these wait for each other; {remedy}\n  {circle}")
     return len(meetings)
+
+
+def _check_yields(texts: Sequence[Text], meetings: Sequence[Meeting]) -> None:
+    """A step that waits for the gradients of its outputs waits on all ranks: what meets is before that, or after it."""
+    for meeting in meetings:
+        early = [number < texts[rank].recording.early for rank, number in meeting]
+        if len(set(early)) > 1:
+            remedy = "do on both sides of a transfer, and on all ranks of a collective, what comes before the yield"
+            raise VerificationError(f"rule deadlock: {_told(texts, meeting)} is on both sides of the yield; {remedy}")
 
 
 def _told(texts: Sequence[Text], meeting: Meeting) -> str:

@@ -8,15 +8,24 @@ from typing import Any
 import torch
 
 Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
-"""(parameter, gradient of the loss with respect to what the parameter holds here)."""
+"""(parameter, gradient of the loss with respect to what the parameter holds here), likewise for inputs."""
 
 
 class _Deliver(torch.autograd.Function):
-    """The identity on the loss; its backward adds ``incoming * gradient`` to each parameter's ``.grad``."""
+    """The identity on the loss; its backward adds ``incoming * gradient`` to each parameter's ``.grad``, and hands that
+    of the call's inputs on to whatever made them.
+    """
 
     @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, loss: torch.Tensor, box: list[Pairs]) -> torch.Tensor:
-        ctx.box = box
+    def forward(
+        ctx: Any,
+        anchor: torch.Tensor,
+        loss: torch.Tensor,
+        box: list[Pairs],
+        grads: list[torch.Tensor],
+        *inputs: torch.Tensor,
+    ) -> torch.Tensor:
+        ctx.box, ctx.grads = box, grads
         return loss.clone()
 
     @staticmethod
@@ -25,18 +34,28 @@ class _Deliver(torch.autograd.Function):
             raise RuntimeError(
                 "the gradients of this loss were delivered by an earlier backward(); call the model again"
             )
+        refuse_create_graph()
         incoming = grads[0]
         exactly_one = incoming.device.type == "cpu" and incoming.item() == 1.0
         seen: set[int] = set()
         for parameter, gradient in ctx.box.pop():
-            gradient = _own(gradient, seen)
+            gradient = own(gradient, seen)
             # detached, for a view of a flat buffer would keep its dtype when module.double() replaces its data
             scaled = gradient.detach() if exactly_one else gradient * incoming.to(gradient.dtype)
             parameter.grad = scaled if parameter.grad is None else parameter.grad + scaled
-        return None, None, None
+        return None, None, None, None, *(gradient * incoming.to(gradient.dtype) for gradient in ctx.grads)
 
 
-def _own(gradient: torch.Tensor, seen: set[int]) -> torch.Tensor:
+def refuse_create_graph() -> None:
+    """Raise RuntimeError within a backward that is itself to be differentiated."""
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "create_graph=True: the backward of a parallelised module is a program, which cannot be differentiated "
+            "again; compute what needs second derivatives (a gradient penalty) with a module that is not parallelised"
+        )
+
+
+def own(gradient: torch.Tensor, seen: set[int]) -> torch.Tensor:
     """The gradient as a tensor that may be changed in place: two parameters may have been given one and the same."""
     shared = gradient.data_ptr() in seen and gradient.numel() > 0
     seen.add(gradient.data_ptr())
@@ -48,9 +67,11 @@ def _dense(tensor: torch.Tensor) -> bool:
     return all(stride or size < 2 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
-def delivering(loss: torch.Tensor, pairs: Pairs) -> torch.Tensor:
-    """The loss as a tensor whose ``backward()`` delivers `pairs`, once."""
+def delivering(loss: torch.Tensor, pairs: Pairs, inputs: Pairs = ()) -> torch.Tensor:
+    """The loss as a tensor whose ``backward()`` delivers `pairs`, once, and the gradients of `inputs`."""
     anchor = torch.zeros((), dtype=loss.dtype, device=loss.device, requires_grad=True)
     with torch.enable_grad():
-        made: torch.Tensor = _Deliver.apply(anchor, loss, [pairs])  # type: ignore[no-untyped-call]
+        made: torch.Tensor = _Deliver.apply(  # type: ignore[no-untyped-call]
+            anchor, loss, [pairs], [gradient for _, gradient in inputs], *(tensor for tensor, _ in inputs)
+        )
     return made

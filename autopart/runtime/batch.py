@@ -34,6 +34,11 @@ class Batch:
             return tensor
         return tensor.narrow(self._dims[name], self._starts[k], self.sizes[k]).contiguous()
 
+    def cut(self, tangent: torch.Tensor, k: int, *, dim: int) -> torch.Tensor:
+        """The piece of the gradient of an output, whose samples are along `dim`, for microbatch `k`."""
+        rows = tangent.shape[dim] // self.size
+        return tangent.narrow(dim, rows * self._starts[k], rows * self.sizes[k]).contiguous()
+
     def given(self) -> Iterable[torch.Tensor]:
         """The caller's tensors, whole."""
         return self._inputs.values()

@@ -1,8 +1,13 @@
-"""Running a rank's text for one step. It decides nothing: it makes the world and calls ``step``."""
+"""Running a rank's text for one step. It decides nothing: it makes the world and calls ``step``.
+
+A step without a loss is a generator: it stops where it has its outputs, and is resumed with their gradients.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,12 +39,17 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What one step of one rank gave: outputs by value name, gradients by unit, what was measured, updated buffers."""
+    """What one step of one rank gave: outputs by value name, gradients by unit, what was measured, updated buffers.
+
+    `rest` is there where the step waits: given a transport and the gradients of the outputs, whole and by name, it runs
+    the backwards, once, and returns the result of the whole step.
+    """
 
     outputs: Mapping[str, torch.Tensor]
     gradients: Mapping[str, list[torch.Tensor | None]]
     report: RankReport
     buffers: Mapping[str, torch.Tensor]
+    rest: Callable[[Transport, Mapping[str, torch.Tensor]], StepResult] | None = None
 
 
 def run(
@@ -56,17 +66,45 @@ def run(
     dims = dict(program.captured.batch_dims)
     batch = Batch(inputs, dims, size, degree, part, loaded.namespace["MICROBATCHES"])
     world = World(transport, plan.mesh, loaded.namespace["PLACE"], states, buffers, batch)
+    sent: Counter[str] = Counter()
+    outputs = _counted(world, sent, lambda: loaded.namespace["step"](world, batch))
+    if not inspect.isgenerator(outputs):
+        return StepResult(outputs, states.gradients, _report(plan, loaded.rank, sent, world), world.updated)
+    waiting = outputs
+
+    def rest(transport: Transport, tangents: Mapping[str, torch.Tensor]) -> StepResult:
+        world.transport = transport
+        world.memory.given(tangents.values())
+        outputs = _counted(world, sent, lambda: _last(waiting, tangents))
+        return StepResult(outputs, states.gradients, _report(plan, loaded.rank, sent, world), {})
+
+    outputs = _counted(world, sent, lambda: next(waiting))
+    return StepResult(outputs, {}, _report(plan, loaded.rank, sent, world), world.updated, rest)
+
+
+def _last(waiting: Any, tangents: Mapping[str, torch.Tensor]) -> Any:
+    try:
+        waiting.send(tangents)
+    except StopIteration as end:
+        return end.value
+    raise RuntimeError("the step waits a second time")
+
+
+def _counted(world: World, sent: Counter[str], part: Callable[[], Any]) -> Any:
+    """Run a part of the step; the bytes that it sends are added to `sent`."""
+    transport = world.transport
     before = transport.bytes_sent()
     try:
         # Casts and dropouts are in the text: the modes of the moment must not add to them.
         with torch.no_grad(), torch.autocast(transport.device.type, enabled=False):
-            outputs = loaded.namespace["step"](world, batch)
+            result = part()
         transport.flush()
     except BaseException as error:
         transport.fail(error)
         raise
-    sent = {kind: count - before.get(kind, 0) for kind, count in transport.bytes_sent().items()}
-    return StepResult(outputs, states.gradients, _report(plan, loaded.rank, sent, world), world.updated)
+    for kind, count in transport.bytes_sent().items():
+        sent[kind] += count - before.get(kind, 0)
+    return result
 
 
 def _report(plan: Plan, rank: int, sent: Mapping[str, int], world: World) -> RankReport:

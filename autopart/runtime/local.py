@@ -338,6 +338,8 @@ def _caller_modes() -> Callable[[], contextlib.AbstractContextManager[None]]:
     def modes() -> Iterator[None]:
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.set_grad_enabled(grad))
+            # a backward that communicates must run in its rank's thread, not in the one that ranks share for a device
+            stack.enter_context(torch.autograd.set_multithreading_enabled(False))
             stack.enter_context(torch.cuda.stream(stream))
             if default.type != "cpu":
                 stack.enter_context(default)

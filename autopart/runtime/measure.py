@@ -46,7 +46,12 @@ class Memory:
         self.peak = 0
         self._transient = 0
         tensors = [t for held in states.whole.values() for t in held] + list(states.parts.values()) + list(given)
-        self._elsewhere = {t.untyped_storage().data_ptr() for t in tensors}
+        self._elsewhere: set[int] = set()
+        self.given(tensors)
+
+    def given(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Leave out what belongs to the caller."""
+        self._elsewhere.update(tensor.untyped_storage().data_ptr() for tensor in tensors)
 
     def store(self) -> Store:
         """A new store, counted from now on."""

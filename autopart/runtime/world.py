@@ -222,7 +222,8 @@ class World:
                 piece = torch.empty(shape, dtype=dtype, device=self.transport.device)
             self.transport.broadcast(piece, source, tuple(range(self.mesh.size)))
             received.append(piece)
-        return torch.cat(received, dim=dim) if dim is not None else received[0]
+        # one that is not joined may be what a backward reads: the caller gets a copy
+        return torch.cat(received, dim=dim) if dim is not None else received[0].clone()
 
     # Who takes part
 

@@ -17,6 +17,7 @@ from autopart.ir.program import Program
 from autopart.testing.world import LocalWorld
 
 OptimizerOf = Callable[[Any], torch.optim.Optimizer]
+LossOf = Callable[[Any], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +98,7 @@ def assert_parity(
     batches: Callable[[int], tuple[tuple[Any, ...], Mapping[str, Any]]] | None = None,
     semantics: str = "exact",
     weight: Weight | None = None,
+    loss: LossOf | None = None,
     **pins: Any,
 ) -> None:
     """Assert that training under a plan equals training the plain module on one device, in float64.
@@ -106,7 +108,7 @@ def assert_parity(
     them; per tensor ``||a - b|| <= tolerance * max(||b||, largest ||b|| / 1000)``. The tolerance is 1e-9, or 1e-6
     where the model itself computes in float32 although its parameters are float64. `plan` may be a Program (an edited
     one, say); without it, `pins` go to `autopart.plan`. ``batches(step)`` gives other data than `args` and `kwargs`
-    for each step, of any batch size.
+    for each step, of any batch size. `loss` makes the loss of what a module without one returns.
 
     With semantics "accumulate" the other side is the plain module fed slice by slice (see `Sliced`, also for `weight`),
     and buffers are compared too.
@@ -126,11 +128,11 @@ def assert_parity(
     plain: Any = copy.deepcopy(model)
     if semantics == "accumulate":
         plain = Sliced(plain, program.plan.mesh.degree("dp"), program.plan.microbatches, weight)
-    expected = train(plain, data, steps, optimizer, max_norm)
+    expected = train(plain, data, steps, optimizer, max_norm, loss)
 
     def rank_main(rank: int) -> Trajectory:
         mine = parallelize(copy.deepcopy(model), plan=program, verify=False, capture=capture, semantics=semantics)
-        return train(mine, data, steps, optimizer, max_norm)
+        return train(mine, data, steps, optimizer, max_norm, loss)
 
     for rank, found in enumerate(LocalWorld(program.plan.mesh.size).run(rank_main)):
         compare(found, expected, tolerance, f"rank {rank}")
@@ -144,13 +146,14 @@ def train(
     steps: int,
     optimizer_of: OptimizerOf,
     max_norm: float,
+    loss_of: LossOf | None = None,
 ) -> Trajectory:
     """Train a plain or a parallelised module and keep what happened."""
     optimizer = optimizer_of(model.parameters())
     losses, gradients, norms = [], [], []
     for step in range(steps):
         args, kwargs = data(step)
-        loss = _loss(model(*args, **kwargs))
+        loss = (loss_of or _loss)(model(*args, **kwargs))
         torch.autograd.backward(loss)
         gradients.append(_gradients(model))
         norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)))

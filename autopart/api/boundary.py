@@ -1,0 +1,80 @@
+"""Where a step meets the user's autograd graph: gradients of inputs, and outputs of a step without a loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from autopart.capture.call import Call
+from autopart.ir.captured import Captured
+from autopart.ir.program import Program
+from autopart.runtime.deferred import Unchanged, agree, deferred
+from autopart.runtime.transport import Transport
+
+Gradients = Sequence[tuple[torch.Tensor, torch.Tensor]]
+"""(parameter or input, its gradient)."""
+
+
+def input_gradients(captured: Captured, call: Call, outputs: Mapping[str, torch.Tensor]) -> Gradients:
+    """Each of the call's tensors that has a gradient, with it."""
+    tensors = dict(call.tensors)
+    return [(tensors[out.target], outputs[out.name]) for out in captured.outputs if out.kind == "input_grad"]
+
+
+def deferred_outputs(
+    model: torch.nn.Module,
+    program: Program,
+    call: Call,
+    outputs: Mapping[str, torch.Tensor],
+    transport: Transport | None,
+    rest: Callable[[Mapping[str, torch.Tensor]], Gradients],
+) -> dict[str, torch.Tensor]:
+    """The differentiable outputs by value name; `rest` goes from their gradients, whole and by tangent name, on."""
+    captured = program.captured
+    names = {out.target: out.name for out in captured.outputs if out.kind == "output"}
+    tangents = [(item.value.name, outputs[names[item.target]]) for item in captured.of_kind("tangent")]
+    parameters: Mapping[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    tensors: dict[str, Mapping[str, torch.Tensor]] = {"grad": parameters, "input_grad": dict(call.tensors)}
+    graded = dict.fromkeys((out.kind, out.target) for out in captured.outputs if out.kind in tensors)
+    leaves = [tensors[kind][target] for kind, target in graded]
+    unchanged = Unchanged(_read_again(model, program, call))
+
+    def backward(grads: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]:
+        unchanged.check()
+        used = {name for (name, _), grad in zip(tangents, grads, strict=True) if grad is not None}
+        reached = graded if len(used) == len(tangents) else with_gradient(captured, used)
+        given = {
+            name: torch.zeros_like(output) if grad is None else grad.contiguous()
+            for (name, output), grad in zip(tangents, grads, strict=True)
+        }
+        if transport is not None:
+            agree(transport, given)
+        made = {id(leaf): gradient for leaf, gradient in rest(given)}
+        return [made.get(id(leaf)) if key in reached else None for leaf, key in zip(leaves, graded, strict=True)]
+
+    found = deferred([output for _, output in tangents], leaves, backward)
+    made: dict[str, torch.Tensor] = {}
+    for item, output in zip(captured.of_kind("tangent"), found, strict=True):
+        made.setdefault(names[item.target], output)
+    return made
+
+
+def with_gradient(captured: Captured, tangents: set[str]) -> set[tuple[str, str]]:
+    """(kind, target) of what gets a gradient when the outputs of these tangents alone are used; None goes elsewhere."""
+    moved = set(tangents)
+    for node in captured.nodes:
+        if not moved.isdisjoint(node.refs()):
+            moved.update(node.names())
+    return {(out.kind, out.target) for out in captured.outputs if out.name in moved}
+
+
+def _read_again(model: torch.nn.Module, program: Program, call: Call) -> dict[str, torch.Tensor]:
+    """What the backward reads of the module and of the call, by a name for people."""
+    segments = program.staged.segmented.segments
+    fixed = {name for segment in segments for name in segment.backward_fixed}
+    held = {item.target for item in program.captured.of_kind("buffer") if item.value.name in fixed}
+    held |= {target for segment in segments for target in segment.backward_parameters}
+    named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    found = {f"the input {path}": tensor for path, tensor in call.tensors}
+    return found | {name: tensor for name, tensor in named if name in held}
