@@ -46,6 +46,7 @@ def convert(small: Trace, large: Trace, call: Call, names: Names) -> Captured:
         tree=small.tree,
         result=merge.result(),
         tied=names.tied,
+        modules=tuple(names.modules.items()),
         constants=tuple(merge.constants),
     )
     if captured.training and not any(out.kind == "grad" for out in captured.outputs):

@@ -92,7 +92,11 @@ def _trace(
     for body in body_names(source):
         namespace[body] = _called(body, namespace[body], root, tracer, source, modules)
     inputs = SimpleNamespace(
-        sizes={0: size}, size=program.plan.batch, input=lambda label, k: world._given(label), whole=placeholder
+        sizes={0: size},
+        size=program.plan.batch,
+        input=lambda label, k: world._given(label),
+        random=lambda label, k: world._given(label),
+        whole=placeholder,
     )
     function = namespace[name]
     formals = function.__code__.co_varnames[3 : function.__code__.co_argcount]

@@ -59,8 +59,9 @@ def observe(
     values = {item.target: item.value for item in captured.of_kind("input")}
     buffers = {item.target: _spec(item.value, batch) for item in captured.of_kind("buffer", "constant")}
     inputs = {target: (lambda b, value=value: _spec(value, b)) for target, value in values.items()}
-    world = RecordingWorld(state, parts, part, buffers)
-    made = bodies.recordings[alike] = record(text, f"<rank {rank}>", world, RecordingBatch(inputs, mine, batch), bodies)
+    draws = {item.target: _spec(item.value, batch) for item in captured.of_kind("random")}
+    world, recorded = RecordingWorld(state, parts, part, buffers), RecordingBatch(inputs, mine, batch, draws)
+    made = bodies.recordings[alike] = record(text, f"<rank {rank}>", world, recorded, bodies)
     return made
 
 

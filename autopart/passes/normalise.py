@@ -1,5 +1,6 @@
 """normalise: Captured -> Captured. The same step in the form in which its microbatches add up to the whole batch.
 
+* every random number is a function of seed, call, operation and element, so that it can be drawn piece by piece;
 * a parameter used in several places has one gradient output a use (their sum is its gradient);
 * a mean over the batch is a sum divided by the size of the *whole* batch;
 * what depends on the whole batch's inputs alone (the count of valid targets) is a prologue, computed once a step;
@@ -23,6 +24,7 @@ from autopart.ir.graph import Arg, Input, Node, Output, Ref, Share, Size, Value,
 from autopart.ir.placement import Partial, Shard
 from autopart.passes.accumulate import trees
 from autopart.passes.decompose import decompose_means, explicit_squeezes
+from autopart.passes.draws import place, with_draws
 from autopart.passes.judge import Judgement, Site, judge
 from autopart.passes.simplify import simplify
 
@@ -34,9 +36,11 @@ VIEWS = frozenset(
 def normalise(captured: Captured) -> Captured:
     """Normalise a captured step.
 
-    Raises CaptureError for random ops, updated buffers and what couples a batch's samples.
+    Raises CaptureError for updated buffers, random operators that cannot be drawn in pieces, and what couples a batch's
+    samples.
     """
     _refuse(captured)
+    captured = with_draws(captured)
     nodes, alias = simplify(captured.nodes, (item.value for item in captured.inputs))
     outputs = tuple(replace(out, name=alias.get(out.name, out.name)) for out in captured.outputs)
     result = tuple(alias.get(item, item) if isinstance(item, str) else item for item in captured.result)
@@ -62,33 +66,9 @@ def _refuse(captured: Captured) -> None:
                 else "work on a copy of it"
             )
             raise CaptureError(
-                f"{_place(made.get(out.name))}the {kind} {out.target} is changed in place during the forward, which "
+                f"{place(made.get(out.name))}the {kind} {out.target} is changed in place during the forward, which "
                 f"is not supported yet; {advice}"
             )
-    drawing = {op for op in {node.op for node in captured.nodes} if torch.Tag.nondeterministic_seeded in op.tags}
-    for node in captured.nodes:
-        if node.op in drawing and not _without_dropout(node):
-            raise CaptureError(
-                f"{_place(node)}{node.opname} draws random numbers, which is not supported yet; set a dropout's "
-                "probability to 0, draw other numbers outside and pass them in as an input"
-            )
-
-
-def _place(node: Node | None) -> str:
-    """The user's line and the module, as far as they are known, to begin a message with."""
-    if node is None:
-        return ""
-    known = [node.source, f"in module {node.module!r}" if node.module else ""]
-    return "".join(f"{part}: " for part in known if part)
-
-
-def _without_dropout(node: Node) -> bool:
-    """Whether an attention kernel is called with a dropout probability of zero."""
-    names = [argument.name for argument in node.op._schema.arguments]
-    if "dropout_p" not in names:
-        return False
-    given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
-    return bool(given.get("dropout_p", 0.0) == 0.0)
 
 
 def _gradients_by_use(nodes: tuple[Node, ...], outputs: tuple[Output, ...]) -> tuple[Output, ...]:

@@ -9,6 +9,7 @@ that microbatches differ in size. What the texts do is then held against these r
 ``deadlock``     all ranks end even if every send waits for its receive and every collective for all of its group
 ``stores``       what is stored for later is taken out, once
 ``work``         each microbatch has one forward and one backward on each stage; they read every parameter as placed
+``draws``        each random operation draws under its own name, for every microbatch
 ``gradients``    each backward adds every gradient that it makes, once, to its own unit; each unit is reduced once over
                  dp, and once over the stages that share it, after its last contribution
 ``outputs``      each rank returns the outputs that it makes or needs, whole
@@ -28,7 +29,7 @@ from autopart.ir.plan import Plan
 from autopart.ir.program import Program
 from autopart.passes.verify_between import collectives, ends, transfers
 from autopart.passes.verify_texts import Text, fault, read
-from autopart.passes.verify_within import Needs, gradients, needs, work
+from autopart.passes.verify_within import Needs, draws, gradients, needs, work
 
 Made = tuple[Value, int]
 """A value that leaves a segment, and the stage that makes it."""
@@ -101,6 +102,7 @@ def _checked(
     # What one rank does wrong by itself is told before what then does not fit between ranks.
     stored = sum(map(_check_stores, texts))
     actions = sum(work(text, needed, state, program.plan.microbatches, training) for text in texts)
+    drawn = sum(draws(text, needed, program.plan.microbatches) for text in texts)
     graded = [gradients(text, needed, state) for text in texts]
     shared = collectives(texts)
     meetings = ends(texts, [*sent, *shared])
@@ -112,6 +114,7 @@ def _checked(
         Checked("deadlock", meetings, "transfers and collectives in order"),
         Checked("stores", stored, "values kept for later"),
         Checked("work", actions, "forwards and backwards"),
+        *([Checked("draws", drawn, "random operations of microbatches")] if drawn else []),
         Checked("gradients", sum(n for n, _ in graded), f"contributions, {sum(n for _, n in graded)} reductions"),
         Checked("outputs", outputs, "outputs"),
     )
