@@ -177,6 +177,8 @@ def _register() -> Any:
         name = library.define(schema, tags=(torch.Tag.nondeterministic_seeded,))
         library.impl(name, function, "CompositeExplicitAutograd")
         torch.library.register_fake(f"autopart::{name}", flags if function is bernoulli else shaped, lib=library)
+        # A trace must keep the draws that nothing uses: the names of later ones count them.
+        torch.fx.node.has_side_effect(getattr(torch.ops.autopart, name).default)
     return library
 
 

@@ -105,6 +105,7 @@ class _Merge:
         given = iter(self.small.inputs)
         for node, _ in self.pairs:
             if node.op == "get_attr":
+                _refuse_generator(node, getattr(self.small.graph, str(node.target)))
                 self._constant(node, getattr(self.small.graph, str(node.target)))
             elif node.op == "placeholder" and node.name.startswith("tangents"):
                 made = Input(Value(self._fresh("tangent"), (), node.meta["val"].dtype), "tangent", "loss")
@@ -335,6 +336,14 @@ def source(node: torch.fx.Node) -> str:
         return ""
     file, line, code = user[-1]
     return f"{os.path.basename(file)}:{line}  {code.strip()}"
+
+
+def _refuse_generator(node: torch.fx.Node, held: object) -> None:
+    if isinstance(held, torch.Generator):
+        raise CaptureError(
+            f"{_at(next(iter(node.users), node))}: draws random numbers from a generator of its own, whose place no "
+            "other rank knows; leave generator= out"
+        )
 
 
 def _at(node: torch.fx.Node) -> str:

@@ -66,16 +66,11 @@ def _refuse(node: Node) -> None:
     if torch.Tag.nondeterministic_seeded not in node.op.tags or _without_dropout(node):
         return
     if not unnamed(node):
-        if any(isinstance(arg, torch.Generator) for arg in (*node.args, *dict(node.kwargs).values())):
-            problem = "from a generator of its own, whose place no other rank knows"
-            way_out = "leave generator= out"
-        else:
-            problem = "in a way that cannot be repeated piece by piece on other ranks"
-            way_out = (
-                "make them of torch.rand, torch.randn, torch.randint, torch.bernoulli, exponential_ or a dropout, or "
-                "draw them outside and pass them in as an input"
-            )
-        raise CaptureError(f"{place(node)}{node.opname} draws random numbers {problem}; {way_out}")
+        raise CaptureError(
+            f"{place(node)}{node.opname} draws random numbers in a way that cannot be repeated piece by piece on other "
+            "ranks; make them of torch.rand, torch.randn, torch.randint, torch.bernoulli, exponential_ or a dropout, or "
+            "draw them outside and pass them in as an input"
+        )
     if node.backward:
         raise CaptureError(
             f"{place(node)}{node.opname} draws random numbers during the backward; draw them in the forward and save "

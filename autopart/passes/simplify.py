@@ -33,7 +33,7 @@ def simplify(nodes: Iterable[Node], inputs: Iterable[Value]) -> tuple[tuple[Node
     for node in nodes:
         node = node.renamed(alias)
         same = _same(node, made, known)
-        if same is not None and (node.opname != CAT or all("attention" in r for r in readers[node.names()[0]])):
+        if same is not None and (node.opname != CAT or all(map(_any_layout, readers[node.names()[0]]))):
             alias[node.names()[0]] = same
             continue
         if same is not None:  # whoever reads it may count on the layout that `cat` gives it
@@ -43,6 +43,11 @@ def simplify(nodes: Iterable[Node], inputs: Iterable[Value]) -> tuple[tuple[Node
         known.update({out.name: out for out in node.outs if out is not None})
         made.update(dict.fromkeys(node.names(), node))
     return tuple(kept), alias
+
+
+def _any_layout(opname: str) -> bool:
+    """Whether an operator takes its operands in any layout, and makes of them what it always makes."""
+    return "attention" in opname or opname == CAT
 
 
 def _same(node: Node, made: dict[str, Node], known: dict[str, Value]) -> str | None:
