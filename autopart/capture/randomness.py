@@ -16,6 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 from autopart import draws
+from autopart.errors import CaptureError
 
 Draw = torch.Tensor | None
 Recipe = Callable[..., Any]
@@ -176,7 +177,7 @@ def _traced(recipe: Recipe, *args: Any, generator: Any = None, **kwargs: Any) ->
     return recipe(None, *args, **kwargs) if generator is None else NotImplemented
 
 
-class _Attention(TorchFunctionMode):
+class _Opened(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -186,11 +187,56 @@ class _Attention(TorchFunctionMode):
             if p > 0:
                 with sdpa_kernel(SDPBackend.MATH):
                     return func(*args, **kwargs)
+        if func in RECURRENT:
+            packed = isinstance(args[1], torch.Tensor) and not isinstance(args[3], bool)
+            layers, p, train = args[5:8] if packed else args[4:7]
+            if layers > 1 and p > 0 and train:
+                if packed:
+                    raise CaptureError(
+                        f"{func.__name__} with dropout between its layers on a packed sequence is not "
+                        "supported; pass a padded one, or set its dropout to 0"
+                    )
+                return _layer_by_layer(func, *args)
         return func(*args, **kwargs)
 
 
+RECURRENT = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
+
+
+def _layer_by_layer(
+    func: Callable[..., Any],
+    x: torch.Tensor,
+    states: Any,
+    weights: Any,
+    biases: bool,
+    layers: int,
+    p: float,
+    train: bool,
+    bidirectional: bool,
+    batch_first: bool,
+) -> Any:
+    """A recurrent network a layer at a time, with a dropout between layers (which torch's own decomposition forgets).
+
+    `states` are the first states of all layers: a pair of tensors for an LSTM, else one tensor.
+    """
+    pair = not isinstance(states, torch.Tensor)
+    firsts = tuple(states) if pair else (states,)
+    directions, each = 1 + bidirectional, len(weights) // layers
+    lasts = []
+    for layer in range(layers):
+        x = torch.nn.functional.dropout(x, p, train) if layer else x
+        mine = tuple(first[layer * directions : (layer + 1) * directions] for first in firsts)
+        own = weights[layer * each : (layer + 1) * each]
+        x, *last = func(x, mine if pair else mine[0], own, biases, 1, 0.0, train, bidirectional, batch_first)
+        lasts.append(last)
+    return (x, *(torch.cat(parts) for parts in zip(*lasts, strict=True)))
+
+
 @contextlib.contextmanager
-def open_attention() -> Iterator[None]:
-    """Attention with dropout is computed by its formula meanwhile: a fused kernel would hide its random numbers."""
-    with _Attention():
+def opened() -> Iterator[None]:
+    """Meanwhile, what would draw inside of a fused kernel is computed in parts, so that its draws are seen.
+
+    Attention with dropout is computed by its formula, a recurrent network with dropout layer by layer.
+    """
+    with _Opened():
         yield

@@ -13,7 +13,7 @@ import torch
 from autopart import _torch
 from autopart.capture.annotate import is_user_file
 from autopart.capture.decompositions import table
-from autopart.capture.randomness import open_attention
+from autopart.capture.randomness import opened
 from autopart.errors import CaptureError
 
 
@@ -159,7 +159,7 @@ def held_tensor() -> CaptureError:
 def joint(graph: torch.nn.Module, inputs: tuple[torch.Tensor, ...], module: torch.nn.Module) -> torch.fx.GraphModule:
     """The joint aten graph of ``graph(*inputs)``, with autopart's decompositions."""
     try:
-        with open_attention():
+        with opened():
             return _torch.joint_graph(graph, inputs, table())
     except _torch.data_dependent() as error:
         raise data_dependent(error, module) from error

@@ -68,8 +68,8 @@ def _refuse(node: Node) -> None:
     if not unnamed(node):
         raise CaptureError(
             f"{place(node)}{node.opname} draws random numbers in a way that cannot be repeated piece by piece on other "
-            "ranks; make them of torch.rand, torch.randn, torch.randint, torch.bernoulli, exponential_ or a dropout, or "
-            "draw them outside and pass them in as an input"
+            "ranks; make them of torch.rand, randn, randint, bernoulli, exponential_ or a dropout, or draw them "
+            "outside and pass them in as an input"
         )
     if node.backward:
         raise CaptureError(

@@ -17,7 +17,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopart import _torch
-from autopart.capture.randomness import IN_PLACE, RECIPES, open_attention
+from autopart.capture.randomness import IN_PLACE, RECIPES, opened
 from autopart.draws import Draws, following
 
 
@@ -36,7 +36,7 @@ def reference_random(seed: int | None = None, call: int | None = None) -> Iterat
     before = register_module_forward_pre_hook(tracker.enter)
     after = register_module_forward_hook(tracker.leave, always_call=True)
     try:
-        with open_attention(), _Drawing(tracker):
+        with opened(), _Drawing(tracker):
             yield
     finally:
         before.remove()
