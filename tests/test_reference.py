@@ -78,7 +78,7 @@ class Masks(nn.Module):
         self.h = nn.ModuleList(Layer(8) for _ in range(3))
 
     def forward(self, x: torch.Tensor) -> Any:
-        masks, loss = [], 0.0
+        masks, loss = [], torch.zeros((), dtype=x.dtype)
         for layer in self.h:
             masks.append(layer.drop(torch.ones_like(x)))
             loss = loss + (layer(x) * masks[-1]).sum()
@@ -104,7 +104,7 @@ def test_layers_that_draw_differently_share_a_body() -> None:
     made = program("dropping", {"pp": 1}, 1)
     source = made.ranks[0].source
     assert source.count("def h_forward(") == 1 and 'batch.random(f"h.{i}.drop#0", k)' in source
-    assert "for i in range(4):" in source
+    assert "for i in range(1, 4):" in source  # the first layer has no gradient to hand on
 
 
 # ---- calls and seeds -------------------------------------------------------------------------------------------------
@@ -129,8 +129,8 @@ def test_a_new_seed_begins_at_call_0_and_eval_does_not_count_F071() -> None:
     with torch.no_grad():
         model(*args)
     model.eval(), plain.eval()
-    quiet = [float(model(*args)) for _ in range(2)]
-    assert quiet[0] == quiet[1] and abs(quiet[0] - float(plain(*args))) < 1e-12
+    quiet = [float(model(*args).detach()) for _ in range(2)]
+    assert quiet[0] == quiet[1] and abs(quiet[0] - float(plain(*args).detach())) < 1e-12
     model.train()
     third = step()
     assert len({first, second, third, quiet[0]}) == 4
@@ -250,9 +250,9 @@ def test_a_mask_at_the_wrong_place_in_the_batch_is_seen(monkeypatch: pytest.Monk
 
 def test_a_text_that_draws_under_another_name_is_refused() -> None:
     made = program("dropping", {"dp": 2}, 2)
-    verify(made)
+    assert "draws" in {item.rule for item in verify(made).checked}
     with pytest.raises(VerificationError, match=r"rule draws: rank 0: batch.random"):
-        verify(edited(made, r"h\.\{i\}#0", "h.{i}.drop#0"))
+        verify(edited(made, r'"h\.\{i\}#0"', '"h.{i}.drop#0"'))
     with pytest.raises(VerificationError, match="no random operation is called"):
         verify(edited(made, r"h\.\{i\}\.drop#0", "h.{i}.drop#1"))
     wrong = replace(made.ranks[0], source=made.ranks[0].source.replace('.drop#0", k)', '.drop#0", 0)'))
