@@ -20,6 +20,7 @@ __all__ = [
     "dynamo_refusals",
     "exporting",
     "fake_mode",
+    "in_backward",
     "intercept_norms",
     "is_fake",
     "is_traced",
@@ -195,6 +196,12 @@ def intercept_norms(clip: Callable[..., Any], norm: Callable[..., Any]) -> None:
             replacement = functools.partial(handler, cell.cell_contents)
             replacement.autopart_original = cell.cell_contents  # type: ignore[attr-defined]
             cell.cell_contents = replacement
+
+
+def in_backward() -> bool:
+    """Whether autograd's backward is running on this thread, as it is while a checkpointed forward is run again."""
+    running: int = torch._C._current_graph_task_id()
+    return running != -1
 
 
 IncompatibleKeys = torch.nn.modules.module._IncompatibleKeys

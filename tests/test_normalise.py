@@ -152,17 +152,16 @@ def test_outputs_say_how_microbatches_join() -> None:
 # Refusals
 
 
-def _dropout(self: Any, x: torch.Tensor) -> torch.Tensor:
+def _leaky(self: Any, x: torch.Tensor) -> torch.Tensor:
     return self.head(self.noise(self.lin(x)))  # here
 
 
-def _draw(self: Any, x: torch.Tensor) -> torch.Tensor:
-    return self.head(self.lin(x) + torch.randn_like(x))  # here
+def _shuffle(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return self.head(self.lin(x)[:, torch.randperm(4)])  # here
 
 
-def _attention(self: Any, x: torch.Tensor) -> torch.Tensor:
-    h = self.lin(x)[:, None]
-    return self.head(F.scaled_dot_product_attention(h, h, h, dropout_p=0.5))  # here
+def _poisson(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return self.head(self.lin(x) + torch.poisson(x.abs()))  # here
 
 
 def _reads_counter(self: Any, x: torch.Tensor) -> torch.Tensor:
@@ -211,9 +210,9 @@ def _norm_statistics(self: Any, x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("forward", "message"),
     [
-        (_dropout, "'noise'.*draws random numbers"),
-        (_draw, "draws random numbers"),
-        (_attention, "draws random numbers"),
+        (_leaky, "'noise'.*rrelu.*draws random numbers in a way"),
+        (_shuffle, "randperm.*draws random numbers in a way"),
+        (_poisson, "poisson.*draws random numbers in a way"),
         (_reads_counter, 'the buffer count is updated by every microbatch.*semantics="accumulate"'),
         (_overwrites_input, r"the input args\[0\] is changed in place"),
         (_clamps, "the parameter lin.weight is changed in place"),
@@ -227,7 +226,7 @@ def _norm_statistics(self: Any, x: torch.Tensor) -> torch.Tensor:
 )
 def test_refused_with_module_and_line(forward: Callable[..., Any], message: str, route: str) -> None:
     module = type("Model", (Two,), {"forward": forward})()
-    module.noise = nn.Dropout(0.5)
+    module.noise = nn.RReLU()
     module.register_buffer("count", torch.zeros(()))
     module.batch_norm = nn.BatchNorm1d(4, track_running_stats=False, dtype=torch.float64)
     module.running_norm = nn.BatchNorm1d(4, dtype=torch.float64)

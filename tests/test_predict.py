@@ -15,6 +15,7 @@ from torch import nn
 from autopart.capture import capture, read
 from autopart.capture.call import Call
 from autopart.codegen.recording import load
+from autopart.draws import Draws
 from autopart.ir.action import Scheduled
 from autopart.ir.mesh import Mesh
 from autopart.ir.placement import PRESETS, Placement
@@ -161,7 +162,9 @@ def measure(made: Case, edit: Callable[[str], str] = lambda source: source) -> l
         states = States.viewing(made.program.state, mesh, rank, whole)
         part = mesh.coordinate(rank).get("dp", 0)
         parts = mesh.degree("dp")
-        batch = Batch(dict(call.tensors), dict(captured.batch_dims), call.batch, parts, part, made.plan.microbatches)
+        batch = Batch(
+            dict(call.tensors), dict(captured.batch_dims), call.batch, parts, part, made.plan.microbatches, Draws(0, 0)
+        )
         world = World(transport, mesh, program["PLACE"], states, buffers, batch)
         with torch.no_grad():
             program["step"](world, batch)

@@ -44,6 +44,17 @@ def test_concatenation_with_nothing_vanishes() -> None:
     assert [n.args for n in made] == [((Ref("k"), Ref("other")), 0)]
 
 
+def test_concatenation_with_nothing_is_a_contiguous_copy_for_a_view() -> None:
+    empty, k = Value("empty", (0,), FLOAT), Value("k", (2, 3), FLOAT)
+    nodes = [
+        node(aten.cat.default, "one", (2, 3), (Ref("empty"), Ref("k")), 0),
+        node(aten.view.default, "two", (6,), Ref("one"), (6,)),
+    ]
+    made, alias = simplify(nodes, [empty, k])
+    assert alias == {} and made[0].opname == "aten.clone.default" and made[0].args == (Ref("k"),)
+    assert dict(made[0].kwargs) == {"memory_format": torch.contiguous_format}
+
+
 def test_zero_rows_are_not_nothing() -> None:
     """Only the legacy empty tensor of shape (0,) is skipped: one of shape (0, 3) is a tensor like others."""
     none, k = Value("none", (0, 3), FLOAT), Value("k", (2, 3), FLOAT)

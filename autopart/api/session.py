@@ -20,6 +20,7 @@ from autopart.api.boundary import Gradients, deferred_outputs, input_gradients
 from autopart.api.options import Options
 from autopart.api.plain import as_plain, check_hooks, constants
 from autopart.capture.call import Call
+from autopart.draws import Draws, following
 from autopart.ir.plan import Plan
 from autopart.ir.program import Program
 from autopart.ir.segmented import Segmented
@@ -61,6 +62,7 @@ class Session:
         self.residence: Residence | None = None
         self.program: Program | None = None
         self.report: Report | None = None
+        self.draws: Draws | None = None  # of the last training call
         self.warned = False
         self.programs: OrderedDict[Any, Compiled] = OrderedDict()
 
@@ -72,7 +74,10 @@ class Session:
         return made
 
     def call(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], target: Any) -> Any:
-        """One call of the module: the whole planned step when it trains, a forward otherwise."""
+        """One call of the module: the whole planned step when it trains, a forward otherwise.
+
+        A forward draws the random numbers of the last training call.
+        """
         check_hooks(model, self.options.hooks)
         self.join()
         if self.residence is not None:
@@ -80,11 +85,14 @@ class Session:
         moved_args, moved_kwargs, moved_target = self._moved((args, dict(kwargs), target))
         with as_plain(model, self.plain):
             call = capturing.read(model, moved_args, moved_kwargs, batch=self.options.batch, target=moved_target)
-            self._agree(model, call)
+            seed = self._agree(model, call)
             compiled = self._compiled(model, call, target is not NO_TARGET)
         if self.transport is not None and self.residence is None:
             self._adopt(model, compiled.program)
-        results = self._run(model, compiled, call)
+        counts = model.training and torch.is_grad_enabled()
+        draws = following(self.draws, seed) if counts else self.draws or Draws(seed, 0)
+        results = self._run(model, compiled, call, draws)
+        self.draws = draws if counts else self.draws
         self.report = Report(tuple(result.report for result in results))
         _write_buffers(model, results[0].buffers)
         return self._result(model, compiled.program, call, results)
@@ -112,17 +120,20 @@ class Session:
         device = self.transport.device
         return _torch.pytree.tree_map(lambda x: x.to(device) if isinstance(x, torch.Tensor) else x, values)
 
-    def _agree(self, model: torch.nn.Module, call: Call) -> None:
-        """Raise ValueError on every rank if the ranks do not make the same call."""
+    def _agree(self, model: torch.nn.Module, call: Call) -> int:
+        """Torch's seed on rank 0, for all. Raises ValueError on every rank if they do not make the same call."""
+        seed = torch.initial_seed()
         if self.transport is None or self.transport.size == 1:
-            return
+            return seed
         shapes = hashlib.sha256(repr(self._key(model, call)).encode()).hexdigest()
         mine = {
             "inputs' shapes, dtypes or values of other arguments, or the model's modes": shapes,
             "batch size": call.batch,
         }
         mine["inputs' contents"] = tuple(_checksum(tensor) for _, tensor in call.tensors)
-        every = self.transport.all_gather_object(mine, tuple(range(self.transport.size)))
+        every, seeds = zip(
+            *self.transport.all_gather_object((mine, seed), tuple(range(self.transport.size))), strict=True
+        )
         for what in mine:
             odd = [rank for rank, other in enumerate(every) if other[what] != every[0][what]]
             if odd:
@@ -130,6 +141,7 @@ class Session:
                     f"the ranks make different calls: the {what} of rank {odd[0]} differ from rank 0's; every rank "
                     "passes the same whole batch (seed the loader alike on every rank, without a distributed sampler)"
                 )
+        return int(seeds[0])
 
     # Plan and programs
 
@@ -242,20 +254,21 @@ class Session:
         assert self.transport is not None
         self.residence = Residence(model, self.transport, program.plan.mesh, program.state, dict(program.captured.tied))
 
-    def _run(self, model: torch.nn.Module, compiled: Compiled, call: Call) -> Sequence[StepResult]:
+    def _run(self, model: torch.nn.Module, compiled: Compiled, call: Call, draws: Draws) -> Sequence[StepResult]:
         program = compiled.program
         inputs = dict(call.tensors)
         buffers = dict(model.named_buffers(remove_duplicate=False))
         buffers |= {constant.name: constant.tensor for constant in program.captured.constants}
         if self.transport is not None:
             assert self.residence is not None
-            return [run(compiled.loaded[0], self.transport, self.residence.states(), buffers, inputs, call.batch)]
+            states = self.residence.states()
+            return [run(compiled.loaded[0], self.transport, states, buffers, inputs, call.batch, draws)]
         whole = {name: p.data for name, p in model.named_parameters(remove_duplicate=False)}
         mesh, state = program.plan.mesh, program.state
 
         def body(transport: Transport) -> StepResult:
             states = States.viewing(state, mesh, transport.rank, whole)
-            return run(compiled.loaded[transport.rank], transport, states, buffers, inputs, call.batch)
+            return run(compiled.loaded[transport.rank], transport, states, buffers, inputs, call.batch, draws)
 
         return run_ranks(mesh.size, body, device=next(iter(inputs.values())).device)
 

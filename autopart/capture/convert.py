@@ -48,6 +48,7 @@ def convert(small: Trace, large: Trace, call: Call, names: Names) -> Captured:
         tree=small.tree,
         result=merge.result(),
         tied=names.tied,
+        modules=tuple(names.modules.items()),
         constants=tuple(merge.constants),
     )
     if captured.training and not any(out.kind in ("grad", "input_grad") for out in captured.outputs):
@@ -110,6 +111,7 @@ class _Merge:
         given = iter(self.small.inputs)
         for node, twin in self.pairs:
             if node.op == "get_attr":
+                _refuse_generator(node, getattr(self.small.graph, str(node.target)))
                 self._constant(node, getattr(self.small.graph, str(node.target)))
             elif node.op == "placeholder" and node.name.startswith("tangents"):
                 self.tangents.append(self._tangent(node, twin))
@@ -370,6 +372,14 @@ def source(node: torch.fx.Node) -> str:
         return ""
     file, line, code = user[-1]
     return f"{os.path.basename(file)}:{line}  {code.strip()}"
+
+
+def _refuse_generator(node: torch.fx.Node, held: object) -> None:
+    if isinstance(held, torch.Generator):
+        raise CaptureError(
+            f"{_at(next(iter(node.users), node))}: draws random numbers from a generator of its own, whose place no "
+            "other rank knows; leave generator= out"
+        )
 
 
 def _at(node: torch.fx.Node) -> str:

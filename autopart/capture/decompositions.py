@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from autopart import _torch
+from autopart.capture import randomness
 
 MEAN, SUM = 1, 2
 
@@ -40,7 +41,7 @@ def table() -> dict[Any, Callable[..., Any]]:
         aten.nll_loss_forward.default: _nll_loss_forward,
         aten.nll_loss_backward.default: _nll_loss_backward,
     }
-    return {**ready, **own}
+    return {**ready, **own, **randomness.decompositions()}
 
 
 def _nll_loss_forward(

@@ -14,6 +14,7 @@ from autopart import _torch
 from autopart.capture.annotate import is_user_file
 from autopart.capture.call import Call
 from autopart.capture.decompositions import table
+from autopart.capture.randomness import opened
 from autopart.errors import CaptureError
 
 
@@ -41,13 +42,15 @@ class Trace:
 class Names:
     """Canonical names: parameters and buffers by identity, so that tied ones have one name.
 
-    `tensors` has each parameter once, in the module's order; `tied` maps every name to its canonical one.
+    `tensors` has each parameter once, in the module's order; `tied` maps every name to its canonical one. `modules`
+    maps the further names of a module that has several to its first.
     """
 
     parameters: Mapping[int, str]
     buffers: Mapping[int, str]
     tensors: Mapping[str, torch.Tensor]
     tied: tuple[tuple[str, str], ...]
+    modules: Mapping[str, str]
 
     @classmethod
     def of(cls, module: torch.nn.Module) -> Names:
@@ -68,7 +71,10 @@ class Names:
         buffers: dict[int, str] = {}
         for name, buffer in module.named_buffers(remove_duplicate=False):
             buffers.setdefault(id(buffer), name)
-        return cls(parameters, buffers, tensors, tuple(tied))
+        firsts = {id(part): name for name, part in module.named_modules()}
+        everywhere = module.named_modules(remove_duplicate=False)
+        modules = {name: firsts[id(part)] for name, part in everywhere if firsts[id(part)] != name}
+        return cls(parameters, buffers, tensors, tuple(tied), modules)
 
 
 def identity(tensor: torch.Tensor) -> Any:
@@ -166,7 +172,8 @@ def held_tensor() -> CaptureError:
 def joint(graph: torch.nn.Module, inputs: tuple[torch.Tensor, ...], module: torch.nn.Module) -> torch.fx.GraphModule:
     """The joint aten graph of ``graph(*inputs)``, with autopart's decompositions."""
     try:
-        return _torch.joint_graph(graph, inputs, table())
+        with opened():
+            return _torch.joint_graph(graph, inputs, table())
     except _torch.data_dependent() as error:
         raise data_dependent(error, module) from error
 

@@ -111,6 +111,7 @@ def _trace(
         sizes={0: size},
         size=program.plan.batch,
         input=lambda label, k: world._given(label),
+        random=lambda label, k: world._given(label),
         whole=placeholder,
         cut=lambda tangent, k, dim: tangent,  # the graph is of one microbatch, and is given what belongs to it
     )

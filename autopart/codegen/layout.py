@@ -15,7 +15,8 @@ class Layout:
 
     `units` are the units it takes, in order; `formals` the local names of all their parameters. `gradients` has, for
     each trainable unit, the source of the gradient of each of its parameters (``"None"`` where the segment makes
-    none). `buffers` pairs the value names of buffers and constants with their names in the module.
+    none). `buffers` pairs the value names of buffers and constants with their names in the module, `draws` those of
+    random inputs with the names of their draws.
     """
 
     segment: Segment
@@ -24,6 +25,7 @@ class Layout:
     formals: tuple[str, ...]
     gradients: tuple[tuple[Unit, tuple[str, ...]], ...]
     buffers: tuple[tuple[str, str], ...]
+    draws: tuple[tuple[str, str], ...]
 
     @property
     def values(self) -> tuple[str, ...]:
@@ -32,7 +34,7 @@ class Layout:
 
     @property
     def forward_fixed(self) -> tuple[str, ...]:
-        """Local names of the buffers and prologue values of the forward."""
+        """Local names of the buffers, prologue values and draws of the forward."""
         start = len(self.segment.values)
         return tuple(v.name for v in self.body.forward.inputs[start : start + len(self.segment.forward_fixed)])
 
@@ -44,7 +46,7 @@ class Layout:
 
     @property
     def backward_fixed(self) -> tuple[str, ...]:
-        """Local names of the buffers and prologue values of the backward."""
+        """Local names of the buffers, prologue values and draws of the backward."""
         assert self.body.backward is not None
         start = len(self.segment.backward_inputs) + len(self.body.saved)
         return tuple(v.name for v in self.body.backward.inputs[start : start + len(self.segment.backward_fixed)])
@@ -74,9 +76,12 @@ def layout(segment: Segment, segmented: Segmented, homes: Mapping[str, Unit]) ->
         if unit.trainable and any(parameter.target in sources for parameter in unit.parameters)
     )
     fixed = {*segment.forward_fixed, *segment.backward_fixed}
-    held = segmented.captured.of_kind("buffer", "constant")
-    buffers = tuple((item.value.name, item.target) for item in held if item.value.name in fixed)
-    return Layout(segment, body, units, formals, gradients, buffers)
+
+    def outside(*kinds: str) -> tuple[tuple[str, str], ...]:
+        held = segmented.captured.of_kind(*kinds)
+        return tuple((item.value.name, item.target) for item in held if item.value.name in fixed)
+
+    return Layout(segment, body, units, formals, gradients, outside("buffer", "constant"), outside("random"))
 
 
 def _locals(segment: Segment, body: Body) -> dict[str, str]:

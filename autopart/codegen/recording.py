@@ -50,6 +50,7 @@ class Recording:
     counts the events before that.
     `calls` has, for each call of a body, the units whose parameters it was given. `kept` has the line of everything put
     in a store and not taken out again, and of every list taken out and not emptied; `stored` counts what was put in.
+    `draws` has the random operations that drew, by name and microbatch.
     """
 
     names: Mapping[str, Any]
@@ -58,6 +59,7 @@ class Recording:
     result: Any
     kept: tuple[int, ...]
     stored: int
+    draws: frozenset[tuple[str, int]] = frozenset()
     yielded: Any = None
     early: int = 0
 
@@ -68,10 +70,20 @@ class Recording:
 
 
 class RecordingBatch:
-    """A batch of shapes: `sizes` of this data rank's microbatches, `size` of the whole batch."""
+    """A batch of shapes: `sizes` of this data rank's microbatches, `size` of the whole batch.
 
-    def __init__(self, inputs: Mapping[str, Callable[[int], Spec]], sizes: Sequence[int], size: int) -> None:
-        self.inputs, self.size = inputs, size
+    `draws` has what each random operation is computed from.
+    """
+
+    def __init__(
+        self,
+        inputs: Mapping[str, Callable[[int], Spec]],
+        sizes: Sequence[int],
+        size: int,
+        draws: Mapping[str, Spec] | None = None,
+    ) -> None:
+        self.inputs, self.size, self.draws = inputs, size, draws or {}
+        self.drawn: set[tuple[str, int]] = set()
         self.sizes = tuple(Samples(number, k) for k, number in enumerate(sizes))
 
     def input(self, name: str, k: int) -> Spec:
@@ -85,6 +97,13 @@ class RecordingBatch:
             raise TypeError(f"{shown([tangent])} is cut along dim {dim}, which has not the samples of the whole batch")
         shape = (*tangent.shape[:dim], rows * int(self.sizes[k]), *tangent.shape[dim + 1 :])
         return Spec(shape, tangent.dtype, self.sizes[k].microbatch)
+
+    def random(self, name: str, k: int) -> Spec:
+        """What a draw of microbatch k is computed from."""
+        if name not in self.draws:
+            raise TypeError(f"no random operation is called {name!r}")
+        self.drawn.add((name, k))
+        return replace(self.draws[name], microbatch=self.sizes[k].microbatch)
 
     def share(self, part: int, parts: int) -> int:
         """The number of samples of a data rank."""
@@ -378,8 +397,9 @@ def record(source: str, name: str, world: RecordingWorld, batch: RecordingBatch,
         raise
     left = [line for store in world.stores for line in (store.lines[k] for k in store)]
     left += [line for line, values in world.lists if values]
-    stored = sum(len(store.lines) for store in world.stores)
-    return Recording(names, tuple(world.events), tuple(world.calls), result, tuple(left), stored, yielded, early)
+    stored, drawn = sum(len(store.lines) for store in world.stores), frozenset(batch.drawn)
+    calls = tuple(world.calls)
+    return Recording(names, tuple(world.events), calls, result, tuple(left), stored, drawn, yielded, early)
 
 
 def _completed(running: Any, world: RecordingWorld) -> tuple[Any, Any, int]:

@@ -265,10 +265,11 @@ def _parameters(layouts: Sequence[Layout], degree: int) -> list[tuple[str, ...]]
 
 
 def _fixed(names: Sequence[str], item: Layout) -> Iterator[str]:
-    """Buffers come from the world; prologue values are variables of the stage function."""
-    buffers = dict(item.buffers)
+    """Buffers come from the world, draws from the batch; prologue values are variables of the stage function."""
+    sources = {name: f'world.buffer("{target}")' for name, target in item.buffers}
+    sources |= {name: f'batch.random("{target}", k)' for name, target in item.draws}
     for name in names:
-        yield f'world.buffer("{buffers[name]}")' if name in buffers else name
+        yield sources.get(name, name)
 
 
 def _place(name: str) -> int:

@@ -40,6 +40,7 @@ class Captured:
     tree: Any
     result: tuple[str | tuple[str, Any], ...]
     tied: tuple[tuple[str, str], ...]
+    modules: tuple[tuple[str, str], ...] = ()  # the further paths of a module that has several, with its first
     call: tuple[Any, ...] = ()  # what of the call it holds for: shapes but for the batch, dtypes, other arguments
     constants: tuple[Constant, ...] = ()
     prologue: tuple[Node, ...] = ()
@@ -110,19 +111,27 @@ class Captured:
 
 
 def dead_code_eliminated(captured: Captured) -> Captured:
-    """The same graph without nodes, results and non-user inputs that no output needs."""
+    """The same graph without nodes, results and non-user inputs that no output needs.
+
+    A draw that has no name yet stays: the names of later ones count it.
+    """
     needed = {out.name for out in captured.outputs} | {name for node in captured.prologue for name in node.refs()}
     kept: list[Node] = []
     for node in reversed(captured.nodes):
-        if needed.isdisjoint(node.names()):
+        if needed.isdisjoint(node.names()) and not unnamed(node):
             continue
-        if not needed.issuperset(node.names()):
+        if not needed.issuperset(node.names()) and not unnamed(node):
             outs = tuple(out if out is not None and out.name in needed else None for out in node.outs)
             node = replace(node, outs=outs)
         kept.append(node)
         needed.update(node.refs())
     inputs = tuple(item for item in captured.inputs if item.value.name in needed or item.kind in ("parameter", "input"))
     return replace(captured, nodes=tuple(reversed(kept)), inputs=inputs)
+
+
+def unnamed(node: Node) -> bool:
+    """Whether a node draws random numbers that are not named yet (`passes.draws`)."""
+    return node.op.namespace == "autopart" and node.args[0] is None
 
 
 def describe(value: Value) -> str:

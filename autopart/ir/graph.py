@@ -154,10 +154,11 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """A graph input. `kind`: parameter, buffer, input, constant, tangent or prologue; `target`: its outside name.
+    """A graph input. `kind`: parameter, buffer, input, constant, tangent, prologue or random; `target`: outside name.
 
     The target is the dotted name for parameters, buffers and constants, the path in the call (``args[0]``,
-    ``kwargs['mask']['a']``) for inputs, the output's path for tangents, the value's own name for prologue values.
+    ``kwargs['mask']['a']``) for inputs, the output's path for tangents, the value's own name for prologue values,
+    module path and occurrence for random ones (``h.3.drop#0``).
     """
 
     value: Value

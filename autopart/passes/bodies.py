@@ -15,7 +15,7 @@ from autopart.ir.graph import Node, Value, rename
 from autopart.ir.names import identifier
 from autopart.ir.segmented import Body, Function, Segment, Segmented
 
-FIXED = ("buffer", "constant", "prologue")
+FIXED = ("buffer", "constant", "prologue", "random")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +37,7 @@ def build(captured: Captured, names: list[str], home: Mapping[str, int]) -> Segm
     targets = {item.target: item.value.name for item in captured.of_kind("parameter")}
     wishes = {item.value.name: item.target for item in captured.of_kind("parameter", *FIXED)}
     wishes |= {item.value.name: item.value.name for item in captured.of_kind("input")}
+    wishes |= {item.value.name: _draw_wish(item.target) for item in captured.of_kind("random")}
     bodies: list[Body] = []
     numbers: dict[object, int] = {}
     segments = []
@@ -46,6 +47,11 @@ def build(captured: Captured, names: list[str], home: Mapping[str, int]) -> Segm
             bodies.append(_localised(flow, values, targets, wishes))
         segments.append(replace(flow.segment, body=number))
     return Segmented(captured, tuple(_named(bodies, segments)), tuple(segments))
+
+
+def _draw_wish(target: str) -> str:
+    """``h.3.drop.draw`` for the draw ``h.3.drop#0``: calls of one module again share a body whatever their number."""
+    return f"{target.partition('#')[0]}.draw".removeprefix(".")
 
 
 def _flows(captured: Captured, names: list[str], home: Mapping[str, int]) -> list[_Flow]:

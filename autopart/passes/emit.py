@@ -67,8 +67,12 @@ def observe(
         for item in captured.of_kind("tangent")
         if captured.deferred
     }
-    world = RecordingWorld(state, parts, part, buffers, tangents)
-    seen = bodies.recordings[alike] = record(text, f"<rank {rank}>", world, RecordingBatch(inputs, mine, batch), bodies)
+    draws = {item.target: _spec(item.value, batch) for item in captured.of_kind("random")}
+    world, pieces_of_it = (
+        RecordingWorld(state, parts, part, buffers, tangents),
+        RecordingBatch(inputs, mine, batch, draws),
+    )
+    seen = bodies.recordings[alike] = record(text, f"<rank {rank}>", world, pieces_of_it, bodies)
     return seen
 
 

@@ -1,5 +1,6 @@
 """normalise: Captured -> Captured. The same step in the form in which its microbatches add up to the whole batch.
 
+* every random number is a function of seed, call, operation and element, so that it can be drawn piece by piece;
 * a parameter used in several places has one gradient output a use (their sum is its gradient);
 * a mean over the batch is a sum divided by the size of the *whole* batch;
 * what depends on the whole batch's inputs alone (the count of valid targets) is a prologue, computed once a step;
@@ -25,6 +26,7 @@ from autopart.ir.placement import Partial, Shard
 from autopart.passes.accumulate import trees
 from autopart.passes.boundary import check_detached, with_everywhere, with_own_input_gradients
 from autopart.passes.decompose import decompose_means, explicit_squeezes
+from autopart.passes.draws import place, with_draws
 from autopart.passes.judge import Judgement, Site, judge
 from autopart.passes.simplify import simplify
 from autopart.passes.slices import of_the_slice, without_running_statistics
@@ -39,8 +41,8 @@ def normalise(captured: Captured, *, semantics: str = "exact", outputs: str | No
     """Normalise a captured step. With `outputs` = "all", every rank gets those beside the loss whole, too.
 
     With semantics "accumulate", a step that couples a batch's samples is left as it is for each slice of the batch
-    (`passes.slices`). Raises CaptureError for random ops, and with "exact" for what couples a batch's samples and for
-    buffers that are updated from them.
+    (`passes.slices`). Raises CaptureError for random operators that cannot be drawn in pieces, and with "exact" for
+    what couples a batch's samples and for buffers that are updated from them.
     """
     captured = _prepared(captured, outputs)
     if semantics == "exact":
@@ -59,6 +61,7 @@ def _prepared(captured: Captured, outputs: str | None) -> Captured:
     """The step without what means nothing to a part of the batch."""
     _refuse(captured)
     check_detached(captured)
+    captured = with_draws(captured)
     nodes, alias = simplify(captured.nodes, (item.value for item in captured.inputs))
     named = tuple(replace(out, name=alias.get(out.name, out.name)) for out in captured.outputs)
     result = tuple(alias.get(item, item) if isinstance(item, str) else item for item in captured.result)
@@ -88,15 +91,8 @@ def _refuse(captured: Captured) -> None:
     for out in captured.updates():
         if (kind := kinds.get(out.target, "buffer")) != "buffer":
             raise CaptureError(
-                f"{_place(made.get(out.name))}the {kind} {out.target} is changed in place during the forward, which "
+                f"{place(made.get(out.name))}the {kind} {out.target} is changed in place during the forward, which "
                 "is not supported; work on a copy of it"
-            )
-    drawing = {op for op in {node.op for node in captured.nodes} if torch.Tag.nondeterministic_seeded in op.tags}
-    for node in captured.nodes:
-        if node.op in drawing and not _without_dropout(node):
-            raise CaptureError(
-                f"{_place(node)}{node.opname} draws random numbers, which is not supported yet; set a dropout's "
-                "probability to 0, draw other numbers outside and pass them in as an input"
             )
 
 
@@ -111,7 +107,7 @@ def _check_updates(captured: Captured) -> None:
         if reader := next((o for o in captured.outputs if o.name in reached and o.kind != "mutation"), None):
             made = next((node for node in captured.nodes if out.name in node.names()), None)
             raise CaptureError(
-                f"{_place(made)}the buffer {out.target} is updated by every microbatch, and the {reader.kind} "
+                f"{place(made)}the buffer {out.target} is updated by every microbatch, and the {reader.kind} "
                 f"{reader.target} depends on it, so it would not be that of the whole batch; pass "
                 'semantics="accumulate" to update it by each microbatch in order, or update it in the loop'
             )
@@ -123,23 +119,6 @@ def _with_made_updates(captured: Captured) -> Captured:
     captured, copies = _copied(captured, [out.name for out in captured.updates() if out.name not in made])
     outputs = (replace(o, name=copies.get(o.name, o.name)) if o.kind == "mutation" else o for o in captured.outputs)
     return replace(captured, outputs=tuple(outputs))
-
-
-def _place(node: Node | None) -> str:
-    """The user's line and the module, as far as they are known, to begin a message with."""
-    if node is None:
-        return ""
-    known = [node.source, f"in module {node.module!r}" if node.module else ""]
-    return "".join(f"{part}: " for part in known if part)
-
-
-def _without_dropout(node: Node) -> bool:
-    """Whether an attention kernel is called with a dropout probability of zero."""
-    names = [argument.name for argument in node.op._schema.arguments]
-    if "dropout_p" not in names:
-        return False
-    given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
-    return bool(given.get("dropout_p", 0.0) == 0.0)
 
 
 def _gradients_by_use(nodes: tuple[Node, ...], outputs: tuple[Output, ...]) -> tuple[Output, ...]:

@@ -1,14 +1,20 @@
 """simplify: nodes -> nodes. Peepholes that make the graph what a person would have written; values stay bit for bit.
 
 before: t = aten.t(w); t_1 = aten.t(t); y = aten.mm(x, t_1)      after: y = aten.mm(x, w)
-before: k = aten.cat([empty, k_new], -2)   (a new key/value cache)  after: k is k_new
+before: k = aten.cat([empty, k_new], -2)   (a new key/value cache)  after: k is k_new, or a contiguous copy of it
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable
+from dataclasses import replace
 
-from autopart.ir.graph import Node, Value
+import torch
+
+from autopart.ir.graph import Node, Ref, Value
+
+CAT = "aten.cat.default"
 
 
 def simplify(nodes: Iterable[Node], inputs: Iterable[Value]) -> tuple[tuple[Node, ...], dict[str, str]]:
@@ -17,17 +23,31 @@ def simplify(nodes: Iterable[Node], inputs: Iterable[Value]) -> tuple[tuple[Node
     made: dict[str, Node] = {}
     alias: dict[str, str] = {}
 
+    nodes = tuple(nodes)
+    readers: defaultdict[str, set[str]] = defaultdict(set)
+    for node in nodes:
+        for name in node.refs():
+            readers[name].add(node.opname)
+
     kept = []
     for node in nodes:
         node = node.renamed(alias)
         same = _same(node, made, known)
-        if same is not None:
+        if same is not None and (node.opname != CAT or all(map(_any_layout, readers[node.names()[0]]))):
             alias[node.names()[0]] = same
             continue
+        if same is not None:  # whoever reads it may count on the layout that `cat` gives it
+            layout = (("memory_format", torch.contiguous_format),)
+            node = replace(node, op=torch.ops.aten.clone.default, args=(Ref(same),), kwargs=layout)
         kept.append(node)
         known.update({out.name: out for out in node.outs if out is not None})
         made.update(dict.fromkeys(node.names(), node))
     return tuple(kept), alias
+
+
+def _any_layout(opname: str) -> bool:
+    """Whether an operator takes its operands in any layout, and makes of them what it always makes."""
+    return "attention" in opname or opname == CAT
 
 
 def _same(node: Node, made: dict[str, Node], known: dict[str, Value]) -> str | None:

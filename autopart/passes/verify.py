@@ -9,6 +9,7 @@ that microbatches differ in size. What the texts do is then held against these r
 ``deadlock``     all ranks end even if every send waits for its receive and every collective for all of its group
 ``stores``       what is stored for later is taken out, once
 ``work``         each microbatch has one forward and one backward on each stage; they read every parameter as placed
+``draws``        each random operation draws under its own name, for every microbatch
 ``gradients``    each backward adds every gradient that it makes, once, to its own unit; each unit is reduced once over
                  dp, and once over the stages that share it, after its last contribution
 ``buffers``      each forward gives every buffer that it updates its new value, once; after the last update they are
@@ -31,7 +32,7 @@ from autopart.ir.program import Program
 from autopart.passes.verify_between import collectives, ends, transfers
 from autopart.passes.verify_buffers import buffers
 from autopart.passes.verify_texts import Text, fault, read
-from autopart.passes.verify_within import Needs, gradients, needs, work
+from autopart.passes.verify_within import Needs, draws, gradients, needs, work
 
 Made = tuple[Value, int]
 """A value that leaves a segment, and the stage that makes it."""
@@ -109,6 +110,7 @@ def _checked(
     # What one rank does wrong by itself is told before what then does not fit between ranks.
     stored = sum(map(_check_stores, texts))
     actions = sum(work(text, needed, state, program.plan.microbatches, training) for text in texts)
+    drawn = sum(draws(text, needed, program.plan.microbatches) for text in texts)
     graded = [gradients(text, needed, state) for text in texts]
     values = [program.staged.updated(stage) for stage in range(len(program.staged.stages))]
     updated = sum(buffers(text, program.staged, values) for text in texts)
@@ -122,6 +124,7 @@ def _checked(
         Checked("deadlock", meetings, "transfers and collectives in order"),
         Checked("stores", stored, "values kept for later"),
         Checked("work", actions, "forwards and backwards"),
+        *([Checked("draws", drawn, "random operations of microbatches")] if drawn else []),
         Checked("gradients", sum(n for n, _ in graded), f"contributions, {sum(n for _, n in graded)} reductions"),
         *((Checked("buffers", updated, "updates of buffers"),) if updated else ()),
         Checked("outputs", outputs, "outputs"),

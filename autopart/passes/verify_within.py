@@ -26,13 +26,14 @@ class Needs:
     """What the graph needs of one microbatch on one stage.
 
     `forward` and `backward`: the units that are read. `contributions`: by unit, how many segments make gradients for
-    it. `graded`: by unit, the places of the parameters that get one.
+    it. `graded`: by unit, the places of the parameters that get one. `draws`: the random operations.
     """
 
     forward: frozenset[str]
     backward: frozenset[str]
     contributions: Mapping[str, int]
     graded: Mapping[str, frozenset[int]]
+    draws: frozenset[str] = frozenset()
 
 
 def needs(staged: Staged, stage: int) -> Needs:
@@ -42,14 +43,17 @@ def needs(staged: Staged, stage: int) -> Needs:
     backward: set[str] = set()
     contributions: Counter[str] = Counter()
     graded: dict[str, frozenset[int]] = {}
+    random = {item.value.name: item.target for item in staged.segmented.captured.of_kind("random")}
+    draws: set[str] = set()
     for segment in staged.stages[stage]:
         forward.update(homes[target][0] for target in segment.forward_parameters)
+        draws.update(random[name] for name in (*segment.forward_fixed, *segment.backward_fixed) if name in random)
         if staged.segmented.bodies[segment.body].backward is not None:
             backward.update(homes[target][0] for target in segment.backward_parameters)
             contributions.update({homes[target][0] for target in segment.gradients})
             for unit, position in (homes[target] for target in segment.gradients):
                 graded[unit] = graded.get(unit, frozenset()) | {position}
-    return Needs(frozenset(forward), frozenset(backward), contributions, graded)
+    return Needs(frozenset(forward), frozenset(backward), contributions, graded, frozenset(draws))
 
 
 def work(text: Text, needed: Sequence[Needs], state: State, microbatches: int, training: bool) -> int:
@@ -68,6 +72,15 @@ def work(text: Text, needed: Sequence[Needs], state: State, microbatches: int, t
             remedy = f"each microbatch needs {each} on each stage that the rank holds"
             raise fault("work", text.during(action), f"performed {count} times, not {wanted}", remedy)
     _check_reads(text, needed, state)
+    return len(due)
+
+
+def draws(text: Text, needed: Sequence[Needs], microbatches: int) -> int:
+    """Check that every random operation draws under its own name for every microbatch; the number of draws."""
+    due = {(name, k) for stage in text.stages for name in needed[stage].draws for k in range(microbatches)}
+    for name, k in sorted(due ^ text.recording.draws):
+        problem = f'batch.random("{name}", {k}) is ' + ("not called" if (name, k) in due else "called")
+        raise fault("draws", f"rank {text.rank}", problem, "each random operation of its stages draws as it is named")
     return len(due)
 
 

@@ -1,4 +1,7 @@
-"""Tensors made from sizes: every dim is a free loop, all of whose pieces look alike. A count along a dim is blocked."""
+"""Tensors made from sizes: every dim is a free loop, all of whose pieces look alike.
+
+A count along a dim is blocked.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,16 @@ def _filled(call: Call) -> Rule:
     return draft.rule(call, operands, [dims], sizes=sizes, shape_only=tuple(operands), linear=["fill_value"])
 
 
+def _drawn(call: Call) -> Rule:
+    """A draw knows where it is in the whole tensor along the dim that holds the samples, and along no other."""
+    size, dim = tuple(call.args["size"]), call.args["dim"]
+    draft = Draft()
+    dims = draft.dims(size, blocked=[i for i in range(len(size)) if i != dim])
+    operands = {operand.slot: draft.fixed(operand.value.shape) for operand in call.operands}
+    sizes = {f"size.{i}": factors for i, factors in enumerate(dims)}
+    return draft.rule(call, operands, [dims], sizes=sizes)
+
+
 def _counted(call: Call) -> Rule:
     result = call.results[0]
     draft = Draft()
@@ -29,4 +42,5 @@ RULES: Mapping[str, Family] = {
     **each("full zeros ones empty rand randn new_full new_zeros new_ones new_empty", _filled),
     **each("arange linspace eye randperm", _counted),
     "scalar_tensor": _scalar,
+    **each("autopart.uniform autopart.normal autopart.bernoulli", _drawn),
 }

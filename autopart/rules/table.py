@@ -32,10 +32,10 @@ TABLE: Mapping[str, Family] = {name: family for rules in FAMILIES for name, fami
 
 
 def family(op: OpOverload) -> Family | None:
-    """The table's entry for an operator, None if it has none. Only aten operators have one."""
-    if op.namespace != "aten":
+    """The table's entry for an operator, None if it has none. Only operators of aten and of autopart have one."""
+    if op.namespace not in ("aten", "autopart"):
         return None
-    name = op.overloadpacket.__name__
+    name = op.overloadpacket.__name__ if op.namespace == "aten" else f"autopart.{op.overloadpacket.__name__}"
     return TABLE.get(f"{name}.{op._overloadname}") or TABLE.get(name)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
+from autopart.draws import Draws
 from autopart.ir.mesh import pieces
 
 
@@ -20,11 +21,12 @@ class Batch:
         parts: int,
         part: int,
         microbatches: int,
+        draws: Draws,
     ) -> None:
         self.size = size
         shares = pieces(size, parts)
         self.sizes = pieces(shares[part], microbatches)
-        self._inputs, self._dims = inputs, dims
+        self._inputs, self._dims, self._draws = inputs, dims, draws
         self._starts = [sum(shares[:part]) + sum(self.sizes[:k]) for k in range(microbatches)]
 
     def input(self, name: str, k: int) -> torch.Tensor:
@@ -38,6 +40,10 @@ class Batch:
         """The piece of the gradient of an output, whose samples are along `dim`, for microbatch `k`."""
         rows = tangent.shape[dim] // self.size
         return tangent.narrow(dim, rows * self._starts[k], rows * self.sizes[k]).contiguous()
+
+    def random(self, name: str, k: int) -> torch.Tensor:
+        """What the random numbers of the operation `name` are computed from, for microbatch `k`."""
+        return self._draws.of(name, self._starts[k], self.sizes[k], self.size)
 
     def given(self) -> Iterable[torch.Tensor]:
         """The caller's tensors, whole."""

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from autopart.codegen.recording import load
+from autopart.draws import Draws
 from autopart.ir.plan import Plan
 from autopart.ir.program import Program
 from autopart.runtime.batch import Batch
@@ -59,12 +60,16 @@ def run(
     buffers: Mapping[str, torch.Tensor],
     inputs: Mapping[str, torch.Tensor],
     size: int,
+    draws: Draws,
 ) -> StepResult:
-    """One step on this rank, for a whole batch of `size` samples given by `inputs` (by path in the call)."""
+    """One step on this rank, for a whole batch of `size` samples given by `inputs` (by path in the call).
+
+    Its random numbers are those of `draws`.
+    """
     program, plan = loaded.program, loaded.program.plan
     degree, part = plan.mesh.degree("dp"), plan.mesh.coordinate(loaded.rank).get("dp", 0)
     dims = dict(program.captured.batch_dims)
-    batch = Batch(inputs, dims, size, degree, part, loaded.namespace["MICROBATCHES"])
+    batch = Batch(inputs, dims, size, degree, part, loaded.namespace["MICROBATCHES"], draws)
     world = World(transport, plan.mesh, loaded.namespace["PLACE"], states, buffers, batch)
     sent: Counter[str] = Counter()
     outputs = _counted(world, sent, lambda: loaded.namespace["step"](world, batch))

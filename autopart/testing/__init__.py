@@ -11,9 +11,10 @@ from autopart.testing.world import LocalWorld
 
 if TYPE_CHECKING:
     from autopart.testing.parity import assert_parity
+    from autopart.testing.reference import reference_random
     from autopart.testing.strategies import batches, meshes, plans, schedules
 
-__all__ = ["LocalWorld", "assert_parity", "batches", "meshes", "plans", "schedules"]
+__all__ = ["LocalWorld", "assert_parity", "batches", "meshes", "plans", "reference_random", "schedules"]
 
 
 def __getattr__(name: str) -> Any:
@@ -21,6 +22,10 @@ def __getattr__(name: str) -> Any:
         from autopart.testing.parity import assert_parity
 
         return assert_parity
+    if name == "reference_random":
+        from autopart.testing.reference import reference_random
+
+        return reference_random
     if name in __all__:
         from autopart.testing import strategies
 

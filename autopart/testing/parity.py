@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from autopart.api import compile, parallelize, plan
 from autopart.capture import read
 from autopart.ir.plan import Plan
 from autopart.ir.program import Program
+from autopart.testing.reference import reference_random
 from autopart.testing.world import LocalWorld
 
 OptimizerOf = Callable[[Any], torch.optim.Optimizer]
@@ -106,7 +108,8 @@ def assert_parity(
     Every rank of a local world has its own copy of the module, its own parts and its own optimizer. Compared are the
     loss, the raw gradient of every parameter and the clipped norm of each of `steps` steps, and every parameter after
     them; per tensor ``||a - b|| <= tolerance * max(||b||, largest ||b|| / 1000)``. The tolerance is 1e-9, or 1e-6
-    where the model itself computes in float32 although its parameters are float64. `plan` may be a Program (an edited
+    where the model itself computes in float32 although its parameters are float64. Random operations draw on one device
+    what they draw in parts (`reference_random`). `plan` may be a Program (an edited
     one, say); without it, `pins` go to `autopart.plan`. ``batches(step)`` gives other data than `args` and `kwargs`
     for each step, of any batch size. `loss` makes the loss of what a module without one returns.
 
@@ -128,7 +131,8 @@ def assert_parity(
     plain: Any = copy.deepcopy(model)
     if semantics == "accumulate":
         plain = Sliced(plain, program.plan.mesh.degree("dp"), program.plan.microbatches, weight)
-    expected = train(plain, data, steps, optimizer, max_norm, loss)
+    with reference_random() if program.captured.of_kind("random") else contextlib.nullcontext():
+        expected = train(plain, data, steps, optimizer, max_norm, loss)
 
     def rank_main(rank: int) -> Trajectory:
         mine = parallelize(copy.deepcopy(model), plan=program, verify=False, capture=capture, semantics=semantics)

@@ -1,0 +1,87 @@
+"""draws: Captured -> Captured. Every draw gets a name and an input that says what it is computed from.
+
+before:  ``m = bernoulli(None, 0.9, [b, 8])``            in module h.3.drop
+after:   ``m = bernoulli(draw, 0.9, [b, 8], 0)``         input draw: random h.3.drop#0
+
+The name is the module's (first) path and how many draws this module made before in the same call, whether they are used
+or not: it depends on nothing that a plan decides. The last argument is the dim that holds the samples.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import torch
+
+from autopart.errors import CaptureError
+from autopart.ir.captured import Captured, unnamed
+from autopart.ir.graph import Input, Node, Ref, Value
+from autopart.ir.names import identifier
+from autopart.passes.dependence import batch_dims
+
+WORDS = 6
+"""The numbers of a draw's state (`autopart.draws.Draws.of`)."""
+
+
+def with_draws(captured: Captured) -> Captured:
+    """Name the draws. Raises CaptureError for a draw in the backward, and for random operators that are no draws."""
+    seen: Counter[str] = Counter()
+    taken = {value.name for value in captured.values()}
+    inputs: list[Input] = []
+    nodes = []
+    first = dict(captured.modules)
+    for node in captured.nodes:
+        _refuse(node)
+        if unnamed(node):
+            path = first.get(node.module, node.module)
+            target = f"{path}#{seen[path]}"
+            seen[path] += 1
+            name = identifier(f"{target}_draw")
+            while name in taken:
+                name += "_"
+            taken.add(name)
+            inputs.append(Input(Value(name, (WORDS,), torch.int64), "random", target))
+            node = _named(node, name)
+        nodes.append(node)
+    return replace(captured, inputs=(*captured.inputs, *inputs), nodes=tuple(nodes))
+
+
+def place(node: Node | None) -> str:
+    """The user's line and the module, as far as they are known, to begin a message with."""
+    if node is None:
+        return ""
+    known = [node.source, f"in module {node.module!r}" if node.module else ""]
+    return "".join(f"{part}: " for part in known if part)
+
+
+def _named(node: Node, name: str) -> Node:
+    (out,) = node.outs
+    assert out is not None  # nothing is dead yet
+    dim = next(iter(batch_dims(out)), None)
+    return replace(node, args=(Ref(name), *node.args[1:], dim))
+
+
+def _refuse(node: Node) -> None:
+    if torch.Tag.nondeterministic_seeded not in node.op.tags or _without_dropout(node):
+        return
+    if not unnamed(node):
+        raise CaptureError(
+            f"{place(node)}{node.opname} draws random numbers in a way that cannot be repeated piece by piece on other "
+            "ranks; make them of torch.rand, randn, randint, bernoulli, exponential_ or a dropout, or draw them "
+            "outside and pass them in as an input"
+        )
+    if node.backward:
+        raise CaptureError(
+            f"{place(node)}{node.opname} draws random numbers during the backward; draw them in the forward and save "
+            "them for it"
+        )
+
+
+def _without_dropout(node: Node) -> bool:
+    """Whether an attention kernel is called with a dropout probability of zero."""
+    names = [argument.name for argument in node.op._schema.arguments]
+    if "dropout_p" not in names:
+        return False
+    given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+    return bool(given.get("dropout_p", 0.0) == 0.0)
