@@ -19,10 +19,12 @@ __all__ = [
     "dynamo_refusals",
     "exporting",
     "fake_mode",
-    "intercept_norms",
+    "has_global_hooks",
+    "intercept_loops",
     "is_fake",
     "is_traced",
     "joint_graph",
+    "no_global_hooks",
     "pytree",
     "quiet",
 ]
@@ -155,18 +157,50 @@ def exporting() -> Iterator[None]:
             setattr(torch.compiler, name, value)
 
 
-def intercept_norms(clip: Callable[..., Any], norm: Callable[..., Any]) -> None:
-    """Make ``clip_grad_norm_`` and ``get_total_norm`` call ``clip(original, ...)`` and ``norm(original, ...)``; once.
+def intercept_loops(*, clip: Callable[..., Any], norm: Callable[..., Any], unscale: Callable[..., Any]) -> bool:
+    """Make ``clip_grad_norm_``, ``get_total_norm`` and GradScaler's check call ``clip(original, ...)`` and so on; once.
 
-    Both are wrappers around a function in a closure cell. The cell is what changes, so that a name imported from torch
-    long ago sees it too.
+    The first two are wrappers around a function in a closure cell. The cell is what changes, so that a name imported
+    from torch long ago sees it too. Returns whether this was the first time.
     """
+    scaler: Any = torch.amp.GradScaler
+    original = scaler._unscale_grads_
+    if hasattr(original, "autopart_original"):
+        return False
+
+    def _unscale_grads_(self: Any, *args: Any) -> Any:
+        return unscale(original, self, *args)
+
+    _unscale_grads_.autopart_original = original  # type: ignore[attr-defined]
+    scaler._unscale_grads_ = _unscale_grads_
     for public, handler in ((torch.nn.utils.clip_grad_norm_, clip), (torch.nn.utils.get_total_norm, norm)):
         cell = next(c for c in public.__closure__ or () if callable(c.cell_contents))
-        if not hasattr(cell.cell_contents, "autopart_original"):
-            replacement = functools.partial(handler, cell.cell_contents)
-            replacement.autopart_original = cell.cell_contents  # type: ignore[attr-defined]
-            cell.cell_contents = replacement
+        cell.cell_contents = functools.partial(handler, cell.cell_contents)
+    return True
+
+
+def _global_hooks() -> list[dict[int, Any]]:
+    """The registries of hooks that run on every module."""
+    kinds = ("forward_pre", "forward", "backward_pre", "backward")
+    return [getattr(torch.nn.modules.module, f"_global_{kind}_hooks") for kind in kinds]
+
+
+def has_global_hooks() -> bool:
+    """Whether there are hooks that run on every module."""
+    return any(_global_hooks())
+
+
+@contextlib.contextmanager
+def no_global_hooks() -> Iterator[None]:
+    """Without the hooks that run on every module."""
+    kept = [(hooks, dict(hooks)) for hooks in _global_hooks()]
+    try:
+        for hooks, _ in kept:
+            hooks.clear()
+        yield
+    finally:
+        for hooks, before in kept:
+            hooks.update(before)
 
 
 IncompatibleKeys = torch.nn.modules.module._IncompatibleKeys

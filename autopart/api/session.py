@@ -16,6 +16,7 @@ import torch
 from autopart import _torch
 from autopart import capture as capturing
 from autopart.api import compiler
+from autopart.api.copies import Copies
 from autopart.api.options import Options
 from autopart.api.plain import as_plain, check_hooks, constants
 from autopart.capture.call import Call
@@ -26,14 +27,15 @@ from autopart.ir.segmented import Segmented
 from autopart.ir.state import Unit
 from autopart.passes.segment import segment
 from autopart.passes.verify import verify
-from autopart.runtime import distributed
-from autopart.runtime.autograd import delivering
+from autopart.runtime import distributed, guards
+from autopart.runtime.autograd import Later, Pairs, delivering
 from autopart.runtime.executor import Loaded, StepResult, run
 from autopart.runtime.local import current_transport, run_ranks
 from autopart.runtime.report import Report
 from autopart.runtime.residence import Residence
-from autopart.runtime.states import States
+from autopart.runtime.states import Gradients, States
 from autopart.runtime.transport import Transport
+from autopart.runtime.unreduced import Share, Unreduced
 
 NO_TARGET = capturing.NO_TARGET
 CACHED_PROGRAMS = 8
@@ -50,8 +52,8 @@ class Compiled:
 class Session:
     """State of one parallelised module. `transport` is this rank's, None where all ranks live in this process."""
 
-    def __init__(self, plain: type[torch.nn.Module], options: Options) -> None:
-        self.plain, self.options = plain, options
+    def __init__(self, plain: type[torch.nn.Module], options: Options, model: torch.nn.Module) -> None:
+        self.plain, self.options, self.copies = plain, options, Copies(model)
         self.transport: Transport | None = None
         self.joined = False
         self.plan: Plan | None = None
@@ -59,6 +61,8 @@ class Session:
         self.program: Program | None = None
         self.report: Report | None = None
         self.warned = False
+        self.waiting = False  # inside no_sync()
+        self.unreduced = Unreduced()
         self.programs: OrderedDict[Any, Compiled] = OrderedDict()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Session:
@@ -66,12 +70,14 @@ class Session:
         made = copy.copy(self)
         made.programs = self.programs.copy()
         made.residence = copy.deepcopy(self.residence, memo)
+        made.unreduced, made.copies = Unreduced(), self.copies.copied(memo)
         return made
 
     def call(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], target: Any) -> Any:
         """One call of the module: the whole planned step when it trains, a forward otherwise."""
         check_hooks(model, self.options.hooks)
         self.join()
+        self.unreduced.forget()
         if self.residence is not None:
             self.residence.check(model)
         moved_args, moved_kwargs, moved_target = self._moved((args, dict(kwargs), target))
@@ -98,6 +104,11 @@ class Session:
         self.joined = True
 
     @property
+    def holds(self) -> bool:
+        """Whether a training call now holds its reductions: under `no_sync`, and to go with those of such calls."""
+        return self.waiting or self.unreduced.waits()
+
+    @property
     def size(self) -> int:
         """The number of ranks."""
         return self.options.world_size(self.transport.size if self.transport is not None else None)
@@ -117,6 +128,7 @@ class Session:
             "inputs' shapes, dtypes or values of other arguments, or the model's modes": shapes,
             "batch size": call.batch,
         }
+        mine["use of no_sync()"] = self.holds
         mine["inputs' contents"] = tuple(_checksum(tensor) for _, tensor in call.tensors)
         every = self.transport.all_gather_object(mine, tuple(range(self.transport.size)))
         for what in mine:
@@ -238,24 +250,30 @@ class Session:
     # Running
 
     def _adopt(self, model: torch.nn.Module, program: Program) -> None:
-        """Cut the user's parameters to this rank's parts, from rank 0's initial values."""
+        """Cut the user's parameters to this rank's parts, from rank 0's initial values; those of copies likewise."""
         assert self.transport is not None
+        copies = self.copies.take(self.transport)
         self.residence = Residence(model, self.transport, program.plan.mesh, program.state, dict(program.captured.tied))
+        for twin in copies:
+            session: Session = twin._autopart  # type: ignore[assignment]
+            session.joined, session.transport, session.plan = self.joined, self.transport, self.plan
+            session._adopt(twin, program)
 
     def _run(self, model: torch.nn.Module, compiled: Compiled, call: Call) -> Sequence[StepResult]:
         program = compiled.program
-        inputs = dict(call.tensors)
+        inputs, hold = dict(call.tensors), self.holds
         buffers = dict(model.named_buffers(remove_duplicate=False))
         buffers |= {constant.name: constant.tensor for constant in program.captured.constants}
         if self.transport is not None:
             assert self.residence is not None
-            return [run(compiled.loaded[0], self.transport, self.residence.states(), buffers, inputs, call.batch)]
+            states = self.residence.states()
+            return [run(compiled.loaded[0], self.transport, states, buffers, inputs, call.batch, hold=hold)]
         whole = {name: p.data for name, p in model.named_parameters(remove_duplicate=False)}
         mesh, state = program.plan.mesh, program.state
 
         def body(transport: Transport) -> StepResult:
             states = States.viewing(state, mesh, transport.rank, whole)
-            return run(compiled.loaded[transport.rank], transport, states, buffers, inputs, call.batch)
+            return run(compiled.loaded[transport.rank], transport, states, buffers, inputs, call.batch, hold=hold)
 
         return run_ranks(mesh.size, body, device=next(iter(inputs.values())).device)
 
@@ -270,23 +288,51 @@ class Session:
                 outputs |= {} if joined is None else {out.name: joined}
         if captured.training:
             assert captured.loss is not None
-            outputs[captured.loss] = delivering(outputs[captured.loss], self._gradients(model, program, results))
+            outputs[captured.loss] = delivering(outputs[captured.loss], self._delivery(model, program, results))
         leaves = [
             item[1] if isinstance(item, tuple) else inputs[given[item]] if item in given else outputs.get(item)
             for item in captured.result
         ]
         return _torch.pytree.tree_unflatten(leaves, captured.tree)
 
+    def _delivery(self, model: torch.nn.Module, program: Program, results: Sequence[StepResult]) -> Pairs | Later:
+        """The gradients of a step; where its reductions are held, what adds them to those that wait."""
+        if results[0].world.held is None:
+            return self._gradients(model, program, [result.gradients for result in results])
+        share, wait = Share(program, tuple(result.world for result in results)), self.waiting
+
+        def added(factor: torch.Tensor) -> Pairs:
+            self.unreduced.add(share, factor, dict(model.named_parameters(remove_duplicate=False)))
+            guards.watch()
+            return [] if wait else [pair for each in self.unreduced.take() for pair in self._reduced(model, each)]
+
+        return added
+
+    def _reduced(self, model: torch.nn.Module, share: Share) -> Pairs:
+        """The gradients of a share, reduced."""
+        worlds = share.worlds
+        if self.transport is not None:
+            sent = [worlds[0].release(self.transport)]
+        else:
+            sent = run_ranks(len(worlds), lambda transport: worlds[transport.rank].release(transport))
+        self.report = self.report.plus(sent) if self.report is not None else None
+        return self._gradients(model, share.program, [world.states.gradients for world in worlds])
+
     def _gradients(
-        self, model: torch.nn.Module, program: Program, results: Sequence[StepResult]
+        self, model: torch.nn.Module, program: Program, gradients: Sequence[Gradients]
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """(parameter, gradient) in what this process holds of each: parts, or whole ones where it has all ranks."""
         parameters = dict(model.named_parameters(remove_duplicate=False))
         graded = {out.target for out in program.captured.outputs if out.kind == "grad"}
         pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
         for unit in program.staged.trained():
+            if self.residence is not None and self.residence.column not in unit.stages:
+                # `.grad` is None where one device has None, and nowhere else: loops and optimizers look at that.
+                absent = [parameters[p.target] for p in unit.parameters if p.target in graded]
+                pairs += [(parameter, torch.zeros_like(parameter.data)) for parameter in absent]
+                continue
             owners = self._owners(unit, program) if self.transport is None else range(1)
-            lists = [results[owner].gradients[unit.name] for owner in owners if unit.name in results[owner].gradients]
+            lists = [gradients[owner][unit.name] for owner in owners if unit.name in gradients[owner]]
             for parameter, pieces in zip(unit.parameters, zip(*lists, strict=True), strict=False):
                 found = [piece for piece in pieces if piece is not None]
                 if found and parameter.target in graded:

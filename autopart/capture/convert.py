@@ -281,7 +281,13 @@ class _Merge:
         grads, mutations = [], []
         for item, kind, desc in self._described_outputs():
             if kind == "GradAOTOutput" and item is not None and self.primals[desc.grad_of][0] == "parameter":
-                grads.append(Output(self.name(item), "grad", self.primals[desc.grad_of][1]))
+                target = self.primals[desc.grad_of][1]
+                if item.meta["val"].layout is not torch.strided:
+                    raise CaptureError(
+                        f"{_at(item)}: the gradient of parameter {target} is sparse, which cannot be reduced over "
+                        "ranks; pass sparse=False to its embedding, and use an optimizer for dense gradients"
+                    )
+                grads.append(Output(self.name(item), "grad", target))
             elif kind == "InputMutationAOTOutput":
                 mutations.append(Output(self.name(item), "mutation", self.primals[desc.mutated_input][1]))
         order = {name: i for i, name in enumerate(self.owned.tensors)}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -10,12 +10,15 @@ import torch
 Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
 """(parameter, gradient of the loss with respect to what the parameter holds here)."""
 
+Later = Callable[[torch.Tensor], Pairs]
+"""Pairs that are known when the incoming gradient is, and are scaled by it."""
+
 
 class _Deliver(torch.autograd.Function):
     """The identity on the loss; its backward adds ``incoming * gradient`` to each parameter's ``.grad``."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, loss: torch.Tensor, box: list[Pairs]) -> torch.Tensor:
+    def forward(ctx: Any, anchor: torch.Tensor, loss: torch.Tensor, box: list[Pairs | Later]) -> torch.Tensor:
         ctx.box = box
         return loss.clone()
 
@@ -25,10 +28,12 @@ class _Deliver(torch.autograd.Function):
             raise RuntimeError(
                 "the gradients of this loss were delivered by an earlier backward(); call the model again"
             )
-        incoming = grads[0]
+        incoming, pairs = grads[0], ctx.box.pop()
+        if callable(pairs):
+            pairs, incoming = pairs(incoming), torch.ones((), dtype=incoming.dtype)
         exactly_one = incoming.device.type == "cpu" and incoming.item() == 1.0
         seen: set[int] = set()
-        for parameter, gradient in ctx.box.pop():
+        for parameter, gradient in pairs:
             gradient = _own(gradient, seen)
             # detached, for a view of a flat buffer would keep its dtype when module.double() replaces its data
             scaled = gradient.detach() if exactly_one else gradient * incoming.to(gradient.dtype)
@@ -48,7 +53,7 @@ def _dense(tensor: torch.Tensor) -> bool:
     return all(stride or size < 2 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
-def delivering(loss: torch.Tensor, pairs: Pairs) -> torch.Tensor:
+def delivering(loss: torch.Tensor, pairs: Pairs | Later) -> torch.Tensor:
     """The loss as a tensor whose ``backward()`` delivers `pairs`, once."""
     anchor = torch.zeros((), dtype=loss.dtype, device=loss.device, requires_grad=True)
     with torch.enable_grad():

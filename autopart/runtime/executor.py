@@ -34,11 +34,15 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What one step of one rank gave: outputs by value name, gradients by unit, and what was measured."""
+    """What one step of one rank gave: outputs by value name, gradients by unit, and what was measured.
+
+    `world` holds reductions that wait, if the step held them.
+    """
 
     outputs: Mapping[str, torch.Tensor]
     gradients: Mapping[str, list[torch.Tensor | None]]
     report: RankReport
+    world: World
 
 
 def run(
@@ -48,13 +52,18 @@ def run(
     buffers: Mapping[str, torch.Tensor],
     inputs: Mapping[str, torch.Tensor],
     size: int,
+    *,
+    hold: bool = False,
 ) -> StepResult:
-    """One step on this rank, for a whole batch of `size` samples given by `inputs` (by path in the call)."""
+    """One step on this rank, for a whole batch of `size` samples given by `inputs` (by path in the call).
+
+    With `hold`, gradients stay as this rank made them: their reductions wait in the result's world.
+    """
     program, plan = loaded.program, loaded.program.plan
     degree, part = plan.mesh.degree("dp"), plan.mesh.coordinate(loaded.rank).get("dp", 0)
     dims = dict(program.captured.batch_dims)
     batch = Batch(inputs, dims, size, degree, part, loaded.namespace["MICROBATCHES"])
-    world = World(transport, plan.mesh, loaded.namespace["PLACE"], states, buffers, batch)
+    world = World(transport, plan.mesh, loaded.namespace["PLACE"], states, buffers, batch, hold=hold)
     before = transport.bytes_sent()
     try:
         # Casts and dropouts are in the text: the modes of the moment must not add to them.
@@ -65,7 +74,7 @@ def run(
         transport.fail(error)
         raise
     sent = {kind: count - before.get(kind, 0) for kind, count in transport.bytes_sent().items()}
-    return StepResult(outputs, states.gradients, _report(plan, loaded.rank, sent, world))
+    return StepResult(outputs, states.gradients, _report(plan, loaded.rank, sent, world), world)
 
 
 def _report(plan: Plan, rank: int, sent: Mapping[str, int], world: World) -> RankReport:
