@@ -13,6 +13,7 @@ import torch.utils._pytree as pytree
 __all__ = [
     "IncompatibleKeys",
     "OpOverload",
+    "autograd_backend",
     "data_dependent",
     "decompositions",
     "dynamo_graph",
@@ -118,6 +119,33 @@ def dynamo_graph(
     )
     with patch:
         return torch.compile(function, backend=backend, fullgraph=True, dynamic=False)(*args, **kwargs)
+
+
+def autograd_backend(
+    graph: torch.fx.GraphModule,
+    inputs: Sequence[Any],
+    forward: Callable[..., Any],
+    backward: Callable[..., Any],
+    decompositions: dict[Any, Callable[..., Any]],
+) -> Callable[..., Any]:
+    """A region of torch.compile with its gradients: `forward` and `backward` compile the two aten graphs of it.
+
+    Each is given a graph and its inputs, and returns a function of those inputs to a tuple.
+    """
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch._aot_autograd.utils import make_boxed_func
+
+    def boxed(compiler: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda gm, given: make_boxed_func(compiler(gm, given))
+
+    made: Any = aot_autograd(
+        fw_compiler=boxed(forward),
+        bw_compiler=boxed(backward),
+        decompositions=decompositions,
+        keep_inference_input_mutations=True,
+    )
+    region: Callable[..., Any] = made(graph, inputs)
+    return region
 
 
 def _logger_methods() -> set[Any]:

@@ -116,8 +116,10 @@ class Parallel(torch.nn.Module):
         """As the module's own; on a rank that holds parts, whole tensors on CPU under its names (collective)."""
         if self._autopart.residence is None:
             return super().state_dict(*args, **kwargs)
-        prefix = kwargs.get("prefix", "")
-        return OrderedDict((prefix + name, value) for name, value in self.full_state_dict().items())
+        prefix, destination = kwargs.get("prefix", ""), kwargs.get("destination")
+        destination = OrderedDict() if destination is None else destination  # that of a module around this one
+        destination.update((prefix + name, value) for name, value in self.full_state_dict().items())
+        return destination
 
     def local_state_dict(self) -> dict[str, torch.Tensor]:
         """The parts that this rank holds, under the original names."""
