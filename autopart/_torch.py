@@ -14,17 +14,20 @@ __all__ = [
     "CheckpointFound",
     "IncompatibleKeys",
     "OpOverload",
+    "autograd_backend",
     "data_dependent",
     "decompositions",
     "dynamo_graph",
     "dynamo_refusals",
     "exporting",
     "fake_mode",
+    "has_global_hooks",
     "in_backward",
-    "intercept_norms",
+    "intercept_loops",
     "is_fake",
     "is_traced",
     "joint_graph",
+    "no_global_hooks",
     "pytree",
     "quiet",
     "without_checkpoints",
@@ -147,6 +150,33 @@ def dynamo_graph(
         return torch.compile(function, backend=backend, fullgraph=True, dynamic=False)(*args, **kwargs)
 
 
+def autograd_backend(
+    graph: torch.fx.GraphModule,
+    inputs: Sequence[Any],
+    forward: Callable[..., Any],
+    backward: Callable[..., Any],
+    decompositions: dict[Any, Callable[..., Any]],
+) -> Callable[..., Any]:
+    """A region of torch.compile with its gradients: `forward` and `backward` compile the two aten graphs of it.
+
+    Each is given a graph and its inputs, and returns a function of those inputs to a tuple.
+    """
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch._aot_autograd.utils import make_boxed_func
+
+    def boxed(compiler: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda gm, given: make_boxed_func(compiler(gm, given))
+
+    made: Any = aot_autograd(
+        fw_compiler=boxed(forward),
+        bw_compiler=boxed(backward),
+        decompositions=decompositions,
+        keep_inference_input_mutations=True,
+    )
+    region: Callable[..., Any] = made(graph, inputs)
+    return region
+
+
 def _logger_methods() -> set[Any]:
     """Logger methods that dynamo may skip: a library's warnings do not belong to its mathematics."""
     import logging
@@ -184,18 +214,50 @@ def exporting() -> Iterator[None]:
             setattr(torch.compiler, name, value)
 
 
-def intercept_norms(clip: Callable[..., Any], norm: Callable[..., Any]) -> None:
-    """Make ``clip_grad_norm_`` and ``get_total_norm`` call ``clip(original, ...)`` and ``norm(original, ...)``; once.
+def intercept_loops(*, clip: Callable[..., Any], norm: Callable[..., Any], unscale: Callable[..., Any]) -> bool:
+    """Make ``clip_grad_norm_``, ``get_total_norm`` and GradScaler's check call ``clip(original, ...)`` and so on; once.
 
-    Both are wrappers around a function in a closure cell. The cell is what changes, so that a name imported from torch
-    long ago sees it too.
+    The first two are wrappers around a function in a closure cell. The cell is what changes, so that a name imported
+    from torch long ago sees it too. Returns whether this was the first time.
     """
+    scaler: Any = torch.amp.GradScaler
+    original = scaler._unscale_grads_
+    if hasattr(original, "autopart_original"):
+        return False
+
+    def _unscale_grads_(self: Any, *args: Any) -> Any:
+        return unscale(original, self, *args)
+
+    _unscale_grads_.autopart_original = original  # type: ignore[attr-defined]
+    scaler._unscale_grads_ = _unscale_grads_
     for public, handler in ((torch.nn.utils.clip_grad_norm_, clip), (torch.nn.utils.get_total_norm, norm)):
         cell = next(c for c in public.__closure__ or () if callable(c.cell_contents))
-        if not hasattr(cell.cell_contents, "autopart_original"):
-            replacement = functools.partial(handler, cell.cell_contents)
-            replacement.autopart_original = cell.cell_contents  # type: ignore[attr-defined]
-            cell.cell_contents = replacement
+        cell.cell_contents = functools.partial(handler, cell.cell_contents)
+    return True
+
+
+def _global_hooks() -> list[dict[int, Any]]:
+    """The registries of hooks that run on every module."""
+    kinds = ("forward_pre", "forward", "backward_pre", "backward")
+    return [getattr(torch.nn.modules.module, f"_global_{kind}_hooks") for kind in kinds]
+
+
+def has_global_hooks() -> bool:
+    """Whether there are hooks that run on every module."""
+    return any(_global_hooks())
+
+
+@contextlib.contextmanager
+def no_global_hooks() -> Iterator[None]:
+    """Without the hooks that run on every module."""
+    kept = [(hooks, dict(hooks)) for hooks in _global_hooks()]
+    try:
+        for hooks, _ in kept:
+            hooks.clear()
+        yield
+    finally:
+        for hooks, before in kept:
+            hooks.update(before)
 
 
 def in_backward() -> bool:

@@ -441,7 +441,7 @@ def steps_of(rank: int, plain: nn.Module, batch: Any, pins: dict[str, Any], kind
     ("kind", "pins", "message"),
     [
         ("Muon", {"mesh": {"dp": 2}, "placement": "zero1"}, "Muon needs whole tensors.*has a part of"),
-        ("LBFGS", {"mesh": {"pp": 2}}, "LBFGS needs whole tensors.*does not have"),
+        ("LBFGS", {"mesh": {"pp": 2}}, "LBFGS needs every tensor whole on every rank, but not every rank has"),
         ("Muon", {"mesh": {"dp": 2}, "placement": "ddp"}, "stepped"),
         ("AdamW", {"mesh": {"dp": 2}, "placement": "fsdp"}, "stepped"),
     ],

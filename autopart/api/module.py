@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from autopart import _torch
 from autopart.api.options import Options
+from autopart.api.plain import check_root_hooks
 from autopart.api.session import NO_TARGET, Session
 from autopart.cluster import Cluster
 from autopart.ir.mesh import Mesh
 from autopart.ir.placement import Placement
 from autopart.ir.plan import Plan
 from autopart.ir.program import Program
-from autopart.runtime import clipping, guards
+from autopart.runtime import guards
 from autopart.runtime.report import Report
 
 
@@ -39,15 +41,30 @@ class Parallel(torch.nn.Module):
         """
         if self._autopart.options.loss_fn is None:
             raise ValueError("loss_fn: train_step needs parallelize(loss_fn=...), a function of (output, target)")
+        check_root_hooks(self, self._autopart.options.hooks)
         args = args if isinstance(args, tuple) else (args,)
         return self._call(args, kwargs or {}, target)[0]
 
     def _call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], target: Any) -> Any:
         result = self._autopart.call(self, args, kwargs, target)
         if self._autopart.residence is not None:
-            clipping.watch(self._autopart.residence)
             guards.watch(self._autopart.residence)
         return result
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Training calls inside keep their gradients unreduced; the first one outside reduces all that waits, once.
+
+        Whether a call is inside is decided when the module is called. Until the `backward()` of the first call outside,
+        `.grad` lacks what waits: an optimizer's step, a norm or a scaler raises RuntimeError. ``zero_grad()`` drops it.
+        Ranks keep whole gradients of their stages meanwhile, under every placement.
+        """
+        session = self._autopart
+        before, session.waiting = session.waiting, True
+        try:
+            yield
+        finally:
+            session.waiting = before
 
     @property
     def plan(self) -> Plan | None:
@@ -67,10 +84,7 @@ class Parallel(torch.nn.Module):
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale the gradients so that their norm over the whole model is at most `max_norm`; return it as it was."""
-        residence = self._autopart.residence
-        if residence is None:
-            return torch.nn.utils.clip_grad_norm_(self.parameters(), max_norm, norm_type)
-        return clipping.clip(residence, self.parameters(), max_norm, norm_type)
+        return torch.nn.utils.clip_grad_norm_(self.parameters(), max_norm, norm_type)
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
         """The original ``state_dict()``: every key, whole tensors, on CPU, on every rank. Collective."""
@@ -105,8 +119,10 @@ class Parallel(torch.nn.Module):
         """As the module's own; on a rank that holds parts, whole tensors on CPU under its names (collective)."""
         if self._autopart.residence is None:
             return super().state_dict(*args, **kwargs)
-        prefix = kwargs.get("prefix", "")
-        return OrderedDict((prefix + name, value) for name, value in self.full_state_dict().items())
+        prefix, destination = kwargs.get("prefix", ""), kwargs.get("destination")
+        destination = OrderedDict() if destination is None else destination  # that of a module around this one
+        destination.update((prefix + name, value) for name, value in self.full_state_dict().items())
+        return destination
 
     def local_state_dict(self) -> dict[str, torch.Tensor]:
         """The parts that this rank holds, under the original names."""
@@ -217,7 +233,7 @@ def _parallelized(target: Any, options: Options) -> Any:
         raise TypeError(f"parallelize: this {type(target).__name__} is parallelised already")
     if isinstance(target, torch.nn.Module):
         plain = type(target)
-        target._autopart = Session(plain, options)  # type: ignore[assignment]
+        target._autopart = Session(plain, options, target)  # type: ignore[assignment]
         target.__class__ = _subclass(plain, {})
         return target
     raise TypeError(f"parallelize: expected an nn.Module or a class of them, not {type(target).__name__}")
@@ -226,7 +242,7 @@ def _parallelized(target: Any, options: Options) -> Any:
 def _class_of(plain: type[torch.nn.Module], options: Options) -> type[torch.nn.Module]:
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         plain.__init__(self, *args, **kwargs)
-        self._autopart = Session(plain, options)
+        self._autopart = Session(plain, options, self)
 
     return _subclass(plain, {"__init__": __init__})
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from autopart import _torch
 from autopart.errors import CaptureError
 
 MANY = 64
@@ -24,14 +25,15 @@ REDUNDANT = {("transformers", "make_inputs_require_grads"), ("peft", "make_input
 
 @contextlib.contextmanager
 def as_plain(model: torch.nn.Module, plain: type[torch.nn.Module]) -> Iterator[None]:
-    """The module with its own class and without hooks."""
+    """The module with its own class and without hooks, its own or those on all modules."""
     parallel = type(model)
     hooks = [(part, name, part.__dict__[name]) for part in model.modules() for name in HOOKS if part.__dict__.get(name)]
     try:
         model.__class__ = plain
         for part, name, _ in hooks:
             part.__dict__[name] = OrderedDict()
-        yield
+        with _torch.no_global_hooks():
+            yield
     finally:
         model.__class__ = parallel
         for part, name, found in hooks:
@@ -67,10 +69,18 @@ def _constant(value: Any) -> Any:
 
 
 def check_hooks(model: torch.nn.Module, policy: str) -> None:
-    """Refuse hooks that would never run: on submodules and parameters, unless `policy` is "ignore".
+    """Refuse hooks that would never run: on submodules, on all modules and on parameters, unless `policy` is "ignore".
 
-    Hooks on the root run once a call, as for any module.
+    Hooks on the root run once a call, as for any module. Those by which ``torch.nn.utils`` computes a weight before
+    each forward (`weight_norm`, `spectral_norm`, `prune`) are refused under every policy.
     """
+    for name, part in model.named_modules():
+        for hook in part._forward_pre_hooks.values():
+            if type(hook).__module__.startswith("torch.nn.utils."):
+                raise CaptureError(
+                    f"{name or type(model).__name__}: {type(hook).__name__} computes a weight in a hook before each "
+                    "forward, which would not run; use torch.nn.utils.parametrizations, or prune.remove"
+                )
     if policy == "ignore":
         return
     for name, part in model.named_modules():
@@ -80,6 +90,11 @@ def check_hooks(model: torch.nn.Module, policy: str) -> None:
                 f"{name} has hooks, which would not run: its operations run inside the generated program; "
                 "remove them, or pass hooks='ignore' to parallelize"
             )
+    if _torch.has_global_hooks():
+        raise CaptureError(
+            "there are hooks on all modules (torch.nn.modules.module.register_module_...), which would not run on "
+            f"those inside of {type(model).__name__}; remove them, or pass hooks='ignore' to parallelize"
+        )
     for name, parameter in model.named_parameters():
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
             raise CaptureError(
@@ -89,3 +104,12 @@ def check_hooks(model: torch.nn.Module, policy: str) -> None:
 
 def _redundant(hook: Any) -> bool:
     return (str(getattr(hook, "__module__", "")).split(".")[0], getattr(hook, "__name__", "")) in REDUNDANT
+
+
+def check_root_hooks(model: torch.nn.Module, policy: str) -> None:
+    """Refuse hooks on the root for a call that is not ``model(...)``, unless `policy` is "ignore"."""
+    if policy != "ignore" and any(model.__dict__.get(kind) for kind in HOOKS):
+        raise CaptureError(
+            f"{type(model).__name__} has hooks, which would not run in train_step: they are given what forward "
+            "returns, not the loss; compute the loss in forward and call the module, or pass hooks='ignore'"
+        )

@@ -16,7 +16,9 @@ import torch
 from autopart import _torch
 from autopart import capture as capturing
 from autopart.api import compiler
-from autopart.api.boundary import Gradients, deferred_outputs, input_gradients
+from autopart.api.boundary import Gradients as InputGradients
+from autopart.api.boundary import deferred_outputs, input_gradients
+from autopart.api.copies import Copies
 from autopart.api.options import Options
 from autopart.api.plain import as_plain, check_hooks, constants
 from autopart.capture.call import Call
@@ -29,14 +31,15 @@ from autopart.passes.schedule import FORWARDS_FIRST, check_deferred
 from autopart.passes.segment import segment
 from autopart.passes.slices import least_samples
 from autopart.passes.verify import verify
-from autopart.runtime import distributed
-from autopart.runtime.autograd import delivering
+from autopart.runtime import distributed, guards
+from autopart.runtime.autograd import Later, Pairs, delivering
 from autopart.runtime.executor import Loaded, StepResult, run
 from autopart.runtime.local import current_transport, run_ranks
 from autopart.runtime.report import Report
 from autopart.runtime.residence import Residence
-from autopart.runtime.states import States
+from autopart.runtime.states import Gradients, States
 from autopart.runtime.transport import Transport
+from autopart.runtime.unreduced import Share, Unreduced
 
 NO_TARGET = capturing.NO_TARGET
 CACHED_PROGRAMS = 8
@@ -54,8 +57,8 @@ class Compiled:
 class Session:
     """State of one parallelised module. `transport` is this rank's, None where all ranks live in this process."""
 
-    def __init__(self, plain: type[torch.nn.Module], options: Options) -> None:
-        self.plain, self.options = plain, options
+    def __init__(self, plain: type[torch.nn.Module], options: Options, model: torch.nn.Module) -> None:
+        self.plain, self.options, self.copies = plain, options, Copies(model)
         self.transport: Transport | None = None
         self.joined = False
         self.plan: Plan | None = None
@@ -64,6 +67,8 @@ class Session:
         self.report: Report | None = None
         self.draws: Draws | None = None  # of the last training call
         self.warned = False
+        self.waiting = False  # inside no_sync()
+        self.unreduced = Unreduced()
         self.programs: OrderedDict[Any, Compiled] = OrderedDict()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Session:
@@ -71,6 +76,7 @@ class Session:
         made = copy.copy(self)
         made.programs = self.programs.copy()
         made.residence = copy.deepcopy(self.residence, memo)
+        made.unreduced, made.copies = Unreduced(), self.copies.copied(memo)
         return made
 
     def call(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], target: Any) -> Any:
@@ -80,6 +86,7 @@ class Session:
         """
         check_hooks(model, self.options.hooks)
         self.join()
+        self.unreduced.forget()
         if self.residence is not None:
             self.residence.check(model)
         moved_args, moved_kwargs, moved_target = self._moved((args, dict(kwargs), target))
@@ -94,7 +101,7 @@ class Session:
         results = self._run(model, compiled, call, draws)
         self.draws = draws if counts else self.draws
         self.report = Report(tuple(result.report for result in results))
-        _write_buffers(model, results[0].buffers)
+        _write_buffers(model, results[0].world.updated)
         return self._result(model, compiled.program, call, results)
 
     # The world
@@ -108,6 +115,11 @@ class Session:
             self.transport = distributed.join()
         self.options.world_size(self.transport.size if self.transport is not None else None)
         self.joined = True
+
+    @property
+    def holds(self) -> bool:
+        """Whether a training call now holds its reductions: under `no_sync`, and to go with those of such calls."""
+        return self.waiting or self.unreduced.waits()
 
     @property
     def size(self) -> int:
@@ -130,6 +142,7 @@ class Session:
             "inputs' shapes, dtypes or values of other arguments, or the model's modes": shapes,
             "batch size": call.batch,
         }
+        mine["use of no_sync()"] = self.holds
         mine["inputs' contents"] = tuple(_checksum(tensor) for _, tensor in call.tensors)
         every, seeds = zip(
             *self.transport.all_gather_object((mine, seed), tuple(range(self.transport.size))), strict=True
@@ -250,25 +263,31 @@ class Session:
     # Running
 
     def _adopt(self, model: torch.nn.Module, program: Program) -> None:
-        """Cut the user's parameters to this rank's parts, from rank 0's initial values."""
+        """Cut the user's parameters to this rank's parts, from rank 0's initial values; those of copies likewise."""
         assert self.transport is not None
+        copies = self.copies.take(self.transport)
         self.residence = Residence(model, self.transport, program.plan.mesh, program.state, dict(program.captured.tied))
+        for twin in copies:
+            session: Session = twin._autopart  # type: ignore[assignment]
+            session.joined, session.transport, session.plan = self.joined, self.transport, self.plan
+            session._adopt(twin, program)
 
     def _run(self, model: torch.nn.Module, compiled: Compiled, call: Call, draws: Draws) -> Sequence[StepResult]:
         program = compiled.program
-        inputs = dict(call.tensors)
+        inputs, hold = dict(call.tensors), self.holds
         buffers = dict(model.named_buffers(remove_duplicate=False))
         buffers |= {constant.name: constant.tensor for constant in program.captured.constants}
         if self.transport is not None:
             assert self.residence is not None
             states = self.residence.states()
-            return [run(compiled.loaded[0], self.transport, states, buffers, inputs, call.batch, draws)]
+            return [run(compiled.loaded[0], self.transport, states, buffers, inputs, call.batch, draws, hold=hold)]
         whole = {name: p.data for name, p in model.named_parameters(remove_duplicate=False)}
         mesh, state = program.plan.mesh, program.state
 
         def body(transport: Transport) -> StepResult:
             states = States.viewing(state, mesh, transport.rank, whole)
-            return run(compiled.loaded[transport.rank], transport, states, buffers, inputs, call.batch, draws)
+            loaded = compiled.loaded[transport.rank]
+            return run(loaded, transport, states, buffers, inputs, call.batch, draws, hold=hold)
 
         return run_ranks(mesh.size, body, device=next(iter(inputs.values())).device)
 
@@ -286,7 +305,7 @@ class Session:
         elif captured.training:
             assert captured.loss is not None
             grads = input_gradients(captured, call, results[0].outputs)
-            pairs = self._gradients(model, program, results)
+            pairs = self._delivery(model, program, results, wait=self.waiting)
             outputs[captured.loss] = delivering(outputs[captured.loss], pairs, grads)
         leaves = [
             item[1] if isinstance(item, tuple) else inputs[given[item]] if item in given else outputs.get(item)
@@ -298,33 +317,68 @@ class Session:
         self, model: torch.nn.Module, program: Program, call: Call, results: Sequence[StepResult]
     ) -> dict[str, torch.Tensor]:
         """The outputs of a step without a loss, whose backward runs the rest of it on the ranks of this process."""
+        wait = self.waiting
 
         def on(transport: Transport, result: StepResult, tangents: Mapping[str, torch.Tensor]) -> StepResult:
             assert result.rest is not None
             return result.rest(transport, tangents)
 
-        def rest(tangents: Mapping[str, torch.Tensor]) -> Gradients:
+        def rest(tangents: Mapping[str, torch.Tensor]) -> InputGradients:
             if self.transport is not None:
                 found = [on(self.transport, results[0], tangents)]
             else:
                 device = next(iter(tangents.values())).device
                 found = run_ranks(len(results), lambda t: on(t, results[t.rank], tangents), device=device)
             self.report = Report(tuple(result.report for result in found))
+            pairs = self._delivery(model, program, found, wait=wait)
             grads = input_gradients(program.captured, call, found[0].outputs)
-            return [*self._gradients(model, program, found), *grads]
+            return [*(pairs(torch.ones(())) if callable(pairs) else pairs), *grads]
 
         return deferred_outputs(model, program, call, results[0].outputs, self.transport, rest)
 
+    def _delivery(
+        self, model: torch.nn.Module, program: Program, results: Sequence[StepResult], *, wait: bool
+    ) -> Pairs | Later:
+        """The gradients of a step; where its reductions are held, what adds them to those that wait.
+
+        With `wait`, the call was inside ``no_sync()``.
+        """
+        if results[0].world.held is None:
+            return self._gradients(model, program, [result.gradients for result in results])
+        share = Share(program, tuple(result.world for result in results))
+
+        def added(factor: torch.Tensor) -> Pairs:
+            self.unreduced.add(share, factor, dict(model.named_parameters(remove_duplicate=False)))
+            guards.watch()
+            return [] if wait else [pair for each in self.unreduced.take() for pair in self._reduced(model, each)]
+
+        return added
+
+    def _reduced(self, model: torch.nn.Module, share: Share) -> Pairs:
+        """The gradients of a share, reduced."""
+        worlds = share.worlds
+        if self.transport is not None:
+            sent = [worlds[0].release(self.transport)]
+        else:
+            sent = run_ranks(len(worlds), lambda transport: worlds[transport.rank].release(transport))
+        self.report = self.report.plus(sent) if self.report is not None else None
+        return self._gradients(model, share.program, [world.states.gradients for world in worlds])
+
     def _gradients(
-        self, model: torch.nn.Module, program: Program, results: Sequence[StepResult]
+        self, model: torch.nn.Module, program: Program, gradients: Sequence[Gradients]
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """(parameter, gradient) in what this process holds of each: parts, or whole ones where it has all ranks."""
         parameters = dict(model.named_parameters(remove_duplicate=False))
         graded = {out.target for out in program.captured.outputs if out.kind == "grad"}
         pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
         for unit in program.staged.trained():
+            if self.residence is not None and self.residence.column not in unit.stages:
+                # `.grad` is None where one device has None, and nowhere else: loops and optimizers look at that.
+                absent = [parameters[p.target] for p in unit.parameters if p.target in graded]
+                pairs += [(parameter, torch.zeros_like(parameter.data)) for parameter in absent]
+                continue
             owners = self._owners(unit, program) if self.transport is None else range(1)
-            lists = [results[owner].gradients[unit.name] for owner in owners if unit.name in results[owner].gradients]
+            lists = [gradients[owner][unit.name] for owner in owners if unit.name in gradients[owner]]
             for parameter, pieces in zip(unit.parameters, zip(*lists, strict=True), strict=False):
                 found = [piece for piece in pieces if piece is not None]
                 if found and parameter.target in graded:

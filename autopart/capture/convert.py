@@ -319,6 +319,11 @@ class _Merge:
         for item, kind, desc in self._described_outputs():
             if kind == "GradAOTOutput" and item is not None and self.primals[desc.grad_of][0] in kinds:
                 of, target = self.primals[desc.grad_of]
+                if item.meta["val"].layout is not torch.strided:
+                    raise CaptureError(
+                        f"{_at(item)}: the gradient of {of} {target} is sparse, which cannot be reduced over "
+                        "ranks; pass sparse=False to its embedding, and use an optimizer for dense gradients"
+                    )
                 grads.append(Output(self.name(item), kinds[of], target))
             elif kind == "InputMutationAOTOutput":
                 mutations.append(Output(self.name(item), "mutation", self.primals[desc.mutated_input][1]))

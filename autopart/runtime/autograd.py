@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
 """(parameter, gradient of the loss with respect to what the parameter holds here), likewise for inputs."""
+
+Later = Callable[[torch.Tensor], Pairs]
+"""Pairs that are known when the incoming gradient is, and are scaled by it."""
 
 
 class _Deliver(torch.autograd.Function):
@@ -21,7 +24,7 @@ class _Deliver(torch.autograd.Function):
         ctx: Any,
         anchor: torch.Tensor,
         loss: torch.Tensor,
-        box: list[Pairs],
+        box: list[Pairs | Later],
         grads: list[torch.Tensor],
         *inputs: torch.Tensor,
     ) -> torch.Tensor:
@@ -35,13 +38,17 @@ class _Deliver(torch.autograd.Function):
                 "the gradients of this loss were delivered by an earlier backward(); call the model again"
             )
         refuse_create_graph()
-        incoming = grads[0]
-        exactly_one = incoming.device.type == "cpu" and incoming.item() == 1.0
+        incoming, pairs = grads[0], ctx.box.pop()
+        if callable(pairs):
+            pairs, factor = pairs(incoming), torch.ones((), dtype=incoming.dtype)
+        else:
+            factor = incoming
+        exactly_one = factor.device.type == "cpu" and factor.item() == 1.0
         seen: set[int] = set()
-        for parameter, gradient in ctx.box.pop():
+        for parameter, gradient in pairs:
             gradient = own(gradient, seen)
             # detached, for a view of a flat buffer would keep its dtype when module.double() replaces its data
-            scaled = gradient.detach() if exactly_one else gradient * incoming.to(gradient.dtype)
+            scaled = gradient.detach() if exactly_one else gradient * factor.to(gradient.dtype)
             parameter.grad = scaled if parameter.grad is None else parameter.grad + scaled
         return None, None, None, None, *(gradient * incoming.to(gradient.dtype) for gradient in ctx.grads)
 
@@ -67,7 +74,7 @@ def _dense(tensor: torch.Tensor) -> bool:
     return all(stride or size < 2 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
-def delivering(loss: torch.Tensor, pairs: Pairs, inputs: Pairs = ()) -> torch.Tensor:
+def delivering(loss: torch.Tensor, pairs: Pairs | Later, inputs: Pairs = ()) -> torch.Tensor:
     """The loss as a tensor whose ``backward()`` delivers `pairs`, once, and the gradients of `inputs`."""
     anchor = torch.zeros((), dtype=loss.dtype, device=loss.device, requires_grad=True)
     with torch.enable_grad():

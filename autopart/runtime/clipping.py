@@ -2,105 +2,78 @@
 
 from __future__ import annotations
 
-import weakref
+import functools
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any, cast
 
 import torch
 
-from autopart import _torch
+from autopart.runtime import unreduced
+from autopart.runtime.holders import Holder, holders_of
 
 
-class Holder(Protocol):
-    """A parallelised model whose parameters are parts on this rank."""
+def clip(
+    original: Any, parameters: Any, max_norm: float, norm_type: float = 2.0, *rest: Any, **more: Any
+) -> torch.Tensor:
+    """``torch.nn.utils.clip_grad_norm_`` on parameters of which some may be parts; `original` is torch's own.
 
-    def owned(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The gradients among `parameters`' that this rank counts for the world."""
-
-    def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether `tensor` is one of the model's parameters, or one's gradient."""
-
-    def parameter_of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The parameter that `tensor` is, or is the gradient of."""
-
-    def sum_over_world(self, number: torch.Tensor, *, largest: bool = False) -> torch.Tensor:
-        """The sum (or the largest) of a number over all ranks."""
-
-
-# torch's functions are shared by the whole process, and so is the list of models whose gradients they must see whole.
-_HOLDERS: weakref.WeakSet[Any] = weakref.WeakSet()
-
-
-def watch(holder: Holder) -> None:
-    """Make torch's norm functions give global answers for a model's gradients."""
-    _HOLDERS.add(holder)
-    _torch.intercept_norms(_clip, _norm)
-
-
-def total_norm(holder: Holder, parameters: Iterable[torch.Tensor], norm_type: float) -> torch.Tensor:
-    """The norm of all gradients of `parameters` over the whole world, the same on every rank."""
-    parameters = list(parameters)
-    grads = holder.owned(parameters)
-    dtype = (grads or parameters or [torch.zeros(())])[0].dtype
-    norm_type = float(norm_type)
-    norms = [torch.linalg.vector_norm(grad, norm_type) for grad in grads]
-    if norm_type == float("inf"):
-        local = torch.stack(norms).max() if norms else torch.zeros(())
-        return holder.sum_over_world(local, largest=True).to(dtype)
-    if norm_type == float("-inf") or norm_type == 0:
-        raise ValueError(f"norm_type: {norm_type} is not supported on gradients that are spread over ranks")
-    local = torch.stack([norm.pow(norm_type) for norm in norms]).sum() if norms else torch.zeros((), dtype=dtype)
-    return holder.sum_over_world(local).pow(1.0 / norm_type).to(dtype)
-
-
-def clip(holder: Holder, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-    """Scale gradients so that their global norm is at most `max_norm`; returns the norm before."""
-    parameters = list(parameters)
-    norm = total_norm(holder, parameters, norm_type)
-    torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
-    return norm
-
-
-def _clip(original: Any, parameters: Any, max_norm: float, norm_type: float = 2.0, *rest: Any, **more: Any) -> Any:
+    Returns the global norm before. Raises ValueError for orders 0 and -inf on parts, RuntimeError with
+    `error_if_nonfinite` for a norm that is not finite, and while gradients wait under `no_sync`.
+    """
     parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    if all(_holder(parameter) is None for parameter in parameters):
-        return original(parameters, max_norm, norm_type, *rest, **more)
-    norm = _over_all(parameters, norm_type)
+    unreduced.check(parameters, "clip_grad_norm_")
+    held = holders_of(parameters)
+    if not any(held):
+        result: torch.Tensor = original(parameters, max_norm, norm_type, *rest, **more)
+        return result
+    pairs = [(p.grad, found) for p, found in zip(parameters, held, strict=True) if p.grad is not None]
+    norm = _total(pairs, parameters, norm_type)
     _raise_nonfinite(norm, norm_type, rest[0] if rest else more.get("error_if_nonfinite", False))
     torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
     return norm
 
 
-def _norm(original: Any, tensors: Any, norm_type: float = 2.0, *rest: Any, **more: Any) -> Any:
+def total_norm(original: Any, tensors: Any, norm_type: float = 2.0, *rest: Any, **more: Any) -> torch.Tensor:
+    """``torch.nn.utils.get_total_norm`` of parameters or gradients of which some may be parts; else as `clip`."""
     tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-    holders = {id(tensor): _holder(tensor) for tensor in tensors}
-    if all(holder is None for holder in holders.values()):
-        return original(tensors, norm_type, *rest, **more)
-    plain = [tensor for tensor in tensors if holders[id(tensor)] is None]
-    held = [holder.parameter_of(t) for t in tensors if (holder := holders[id(t)]) is not None]
-    norms = [_over_all(held, norm_type), *(torch.linalg.vector_norm(tensor, float(norm_type)) for tensor in plain)]
-    norm = norms[0] if not plain else torch.linalg.vector_norm(torch.stack(norms), float(norm_type))
+    unreduced.check(tensors, "get_total_norm")
+    held = holders_of(tensors)
+    if not any(held):
+        result: torch.Tensor = original(tensors, norm_type, *rest, **more)
+        return result
+    norm = _total(list(zip(tensors, held, strict=True)), tensors, norm_type)
     _raise_nonfinite(norm, norm_type, rest[0] if rest else more.get("error_if_nonfinite", False))
     return norm
 
 
-def _over_all(parameters: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
-    """The norm over the parameters of several parallelised modules, and of plain ones, which every rank has whole."""
-    norms = []
-    waiting = list(parameters)
-    while waiting:  # in the order of the parameters, which is the same on every rank
-        holder = _holder(waiting[0])
-        mine = [p for p in waiting if _holder(p) is holder]
-        waiting = [p for p in waiting if _holder(p) is not holder]
-        if holder is not None:
-            norms.append(total_norm(holder, mine, norm_type))
+def _total(
+    pairs: Sequence[tuple[torch.Tensor, tuple[Holder, str] | None]], like: Sequence[torch.Tensor], norm_type: float
+) -> torch.Tensor:
+    """The norm of all tensors over the whole world, the same on every rank; plain tensors are whole on every rank."""
+    order = float(norm_type)
+    if order == float("-inf") or order == 0:
+        raise ValueError(f"norm_type: {norm_type} is not supported on gradients that are spread over ranks")
+    # Every rank has the same parameters, if not the same parts of them, so all round alike.
+    dtype = functools.reduce(torch.promote_types, (t.dtype for t, _ in pairs), (pairs or [(like[0], None)])[0][0].dtype)
+    holders = list(dict.fromkeys(found[0] for _, found in pairs if found is not None))
+    norms = [_norm((t for t, found in pairs if found is None), order)]
+    for holder in holders:  # in the order of the parameters, which is the same on every rank
+        mine = _norm((t for t, f in pairs if f is not None and f[0] is holder and holder.counts(f[1])), order)
+        if order == float("inf"):
+            norms.append(holder.sum_over_world(mine, largest=True))
         else:
-            norms += [torch.linalg.vector_norm(p.grad, float(norm_type)) for p in mine if p.grad is not None]
-    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), float(norm_type))
+            norms.append(holder.sum_over_world(mine.pow(order)).pow(1.0 / order))
+    device = like[0].device
+    joined = torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in norms]), order)
+    return cast(torch.Tensor, joined.to(dtype))
 
 
-def _holder(tensor: torch.Tensor) -> Holder | None:
-    return next((holder for holder in list(_HOLDERS) if holder.holds(tensor)), None)
+def _norm(tensors: Iterable[torch.Tensor], order: float) -> torch.Tensor:
+    """The norm of this rank's tensors, in float64 (a part may be empty, of which some norms have none)."""
+    norms = [torch.linalg.vector_norm(tensor, order).double() for tensor in tensors if tensor.numel()]
+    if not norms:
+        return torch.zeros((), dtype=torch.float64)
+    return cast(torch.Tensor, torch.linalg.vector_norm(torch.stack(norms), order))
 
 
 def _raise_nonfinite(norm: torch.Tensor, norm_type: float, wanted: bool) -> None:

@@ -40,16 +40,17 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What one step of one rank gave: outputs by value name, gradients by unit, what was measured, updated buffers.
+    """What one step of one rank gave: outputs by value name, gradients by unit, what was measured, the world it left.
 
-    `rest` is there where the step waits: given a transport and the gradients of the outputs, whole and by name, it runs
-    the backwards, once, and returns the result of the whole step.
+    The world has the updated buffers, and reductions that wait, if the step held them. `rest` is there where the step
+    waits: given a transport and the gradients of the outputs, whole and by name, it runs the backwards, once, and
+    returns the result of the whole step.
     """
 
     outputs: Mapping[str, torch.Tensor]
     gradients: Mapping[str, list[torch.Tensor | None]]
     report: RankReport
-    buffers: Mapping[str, torch.Tensor]
+    world: World
     rest: Callable[[Transport, Mapping[str, torch.Tensor]], StepResult] | None = None
 
 
@@ -61,30 +62,33 @@ def run(
     inputs: Mapping[str, torch.Tensor],
     size: int,
     draws: Draws,
+    *,
+    hold: bool = False,
 ) -> StepResult:
     """One step on this rank, for a whole batch of `size` samples given by `inputs` (by path in the call).
 
-    Its random numbers are those of `draws`.
+    Its random numbers are those of `draws`. With `hold`, gradients stay as this rank made them: their reductions wait
+    in the result's world.
     """
     program, plan = loaded.program, loaded.program.plan
     degree, part = plan.mesh.degree("dp"), plan.mesh.coordinate(loaded.rank).get("dp", 0)
     dims = dict(program.captured.batch_dims)
     batch = Batch(inputs, dims, size, degree, part, loaded.namespace["MICROBATCHES"], draws)
-    world = World(transport, plan.mesh, loaded.namespace["PLACE"], states, buffers, batch)
+    world = World(transport, plan.mesh, loaded.namespace["PLACE"], states, buffers, batch, hold=hold)
     sent: Counter[str] = Counter()
     outputs = _counted(world, sent, lambda: loaded.namespace["step"](world, batch))
     if not inspect.isgenerator(outputs):
-        return StepResult(outputs, states.gradients, _report(plan, loaded.rank, sent, world), world.updated)
+        return StepResult(outputs, states.gradients, _report(plan, loaded.rank, sent, world), world)
     waiting = outputs
 
     def rest(transport: Transport, tangents: Mapping[str, torch.Tensor]) -> StepResult:
         world.transport = transport
         world.memory.given(tangents.values())
         outputs = _counted(world, sent, lambda: _last(waiting, tangents))
-        return StepResult(outputs, states.gradients, _report(plan, loaded.rank, sent, world), {})
+        return StepResult(outputs, states.gradients, _report(plan, loaded.rank, sent, world), world)
 
     outputs = _counted(world, sent, lambda: next(waiting))
-    return StepResult(outputs, {}, _report(plan, loaded.rank, sent, world), world.updated, rest)
+    return StepResult(outputs, {}, _report(plan, loaded.rank, sent, world), world, rest)
 
 
 def _last(waiting: Any, tangents: Mapping[str, torch.Tensor]) -> Any:

@@ -89,6 +89,7 @@ class LocalTransport:
         self.device = world.device
         self._world = world
         self._traffic = Traffic()
+        self._thread = threading.get_ident()
 
     def prepare(self, groups: Sequence[tuple[int, ...]]) -> None:
         """Check that all ranks ask for the same groups; nothing else is needed here."""
@@ -197,6 +198,11 @@ class LocalTransport:
     def _meet(self, call: str, part: Any, group: tuple[int, ...], combine: Callable[[list[Any]], Any]) -> Any:
         check_group(group, self.rank, self.size)
         self._world.check()
+        if threading.get_ident() != self._thread:
+            raise RankFailure(
+                f"{call} is called from another thread than that of rank {self.rank} (autograd's for a CUDA device, "
+                "say), where the turn cannot be passed on; use processes, or the CPU"
+            )
         meeting = self._world.meetings.setdefault(group, _Meeting(call, self.rank))
         if meeting.call != call:
             raise RankFailure(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from autopart.ir.plan_text import format_bytes
 
@@ -32,6 +33,15 @@ class Report:
     """The reports of the ranks of this process: one under torchrun, all of them in the local world."""
 
     ranks: tuple[RankReport, ...]
+
+    def plus(self, sent: Sequence[Mapping[str, int]]) -> Report:
+        """With bytes that each rank sent after the step, such as those of reductions that had waited."""
+        return Report(
+            tuple(
+                replace(rank, bytes_sent={kind: count + more.get(kind, 0) for kind, count in rank.bytes_sent.items()})
+                for rank, more in zip(self.ranks, sent, strict=True)
+            )
+        )
 
     @property
     def bytes_sent(self) -> dict[str, int]:

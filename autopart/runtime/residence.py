@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from autopart.ir.mesh import Mesh
 from autopart.ir.state import Parameter, State, Unit
+from autopart.runtime.holders import keys
 from autopart.runtime.states import States, cut
 from autopart.runtime.transport import Transport
 
@@ -25,6 +26,7 @@ class Residence:
         self, model: torch.nn.Module, transport: Transport, mesh: Mesh, state: State, tied: Mapping[str, str]
     ) -> None:
         self.transport, self.mesh, self.state, self.tied = transport, mesh, state, tied
+        self._homes = {p.target: (unit, p) for unit in state.units for p in unit.parameters}
         self.degree = mesh.degree("dp")
         self.part = mesh.coordinate(transport.rank).get("dp", 0)
         self.column = mesh.coordinate(transport.rank).get("pp", 0)
@@ -82,6 +84,7 @@ class Residence:
     def check(self, model: torch.nn.Module) -> None:
         """Raise ValueError where the module's parameters are no longer those that were cut."""
         parameters = dict(model.named_parameters(remove_duplicate=False))
+        trains = torch.is_grad_enabled() and any(p.requires_grad for p in parameters.values())
         dtypes = {p.target: p.dtype for unit in self.state.units for p in unit.parameters}
         for name in dict.fromkeys([*parameters, *self.parameters]):
             mine = parameters.get(name)
@@ -89,7 +92,7 @@ class Residence:
                 what = "is another tensor than"
             elif mine.dtype != dtypes.get(self.tied.get(name, name), mine.dtype):
                 what = f"is {mine.dtype}, which it was not"
-            elif mine.requires_grad != self.trained[name]:
+            elif trains and mine.requires_grad != self.trained[name]:
                 what = f"{'requires' if mine.requires_grad else 'does not require'} grad, unlike"
             else:
                 continue
@@ -103,17 +106,49 @@ class Residence:
         parts = {name: parameter.data for name, parameter in self.parameters.items()}
         return States(self.state, self.mesh, self.transport.rank, parts, self.whole)
 
+    # What the guards of a loop ask (`runtime.holders.Holder`)
+
+    def names(self) -> dict[Any, str]:
+        """The parameter that a tensor is, or is the gradient of, by each of the tensor's keys."""
+        found = {key: name for name, parameter in self.parameters.items() for key in keys(parameter)}
+        for name, parameter in self.parameters.items():
+            if parameter.grad is not None:
+                found |= dict.fromkeys(keys(parameter.grad), name)
+        return found
+
+    def counts(self, name: str) -> bool:
+        """Whether this rank counts what it has of a parameter for the world: a part, or a whole on its first owner."""
+        home = self.homes().get(self.tied.get(name, name))
+        return self.transport.rank in (self.owners(home[0]) if home is not None else [0])
+
     def not_whole(self) -> dict[int, tuple[str, bool]]:
-        """(name, whether a part is here) of every parameter that this rank does not hold whole, by identity."""
+        """(name, whether it is cut) of every parameter that some rank does not hold whole, by identity."""
+        columns = set(range(self.mesh.degree("pp")))
         return {
-            id(self.parameters[target]): (target, self.column in unit.stages)
+            id(self.parameters[target]): (target, unit.held_in_parts(self.degree))
             for target, (unit, _) in self.homes().items()
-            if self.column not in unit.stages or unit.held_in_parts(self.degree)
+            if not columns <= set(unit.stages) or unit.held_in_parts(self.degree)
         }
+
+    def part_of(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a whole tensor that goes with a parameter; any other tensor as it is."""
+        home = self.homes().get(self.tied.get(name, name))
+        if home is None or tuple(tensor.shape) != home[1].shape:
+            return tensor
+        unit, parameter = home
+        if self.column not in unit.stages:
+            return tensor.new_empty((0, *parameter.shape[1:]))
+        return cut(unit, parameter, tensor, self.part, self.degree).clone()
+
+    def sum_over_world(self, number: torch.Tensor, *, largest: bool = False) -> torch.Tensor:
+        """The sum (or the largest) of a number over all ranks."""
+        every = self.transport.all_gather_object(float(number), self.everyone)
+        total = max(every, key=lambda x: (x != x, x)) if largest else sum(every)
+        return torch.tensor(total, dtype=torch.float64, device=self.transport.device)
 
     def homes(self) -> dict[str, tuple[Unit, Parameter]]:
         """The unit of every parameter that is in one."""
-        return {p.target: (unit, p) for unit in self.state.units for p in unit.parameters}
+        return self._homes
 
     def gather(self, held: Mapping[str, torch.Tensor | None]) -> dict[str, torch.Tensor]:
         """Whole CPU tensors out of what every rank holds of each parameter (values or gradients); collective.
@@ -170,36 +205,6 @@ class Residence:
                     self.whole[target].copy_(tensor)
                 else:
                     mine.data.copy_(cut(unit, parameter, tensor, self.part, self.degree))
-
-    # What the norm functions ask (`runtime.clipping.Holder`)
-
-    def _names(self) -> dict[int, str]:
-        found = {id(p): name for name, p in self.parameters.items()}
-        return found | {id(p.grad): name for name, p in self.parameters.items() if p.grad is not None}
-
-    def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether `tensor` is one of the module's parameters, or one's gradient."""
-        return id(tensor) in self._names()
-
-    def parameter_of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The parameter that `tensor` is, or is the gradient of."""
-        return self.parameters[self._names()[id(tensor)]]
-
-    def owned(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The gradients that this rank counts: its own parts, and whole ones on their first owner only."""
-        names, homes = self._names(), self.homes()
-        grads = []
-        for parameter in parameters:
-            target = self.tied.get(names[id(parameter)], names[id(parameter)])
-            first = [0] if target not in homes else self.owners(homes[target][0])
-            if parameter.grad is not None and self.transport.rank in first:
-                grads.append(parameter.grad)
-        return grads
-
-    def sum_over_world(self, number: torch.Tensor, *, largest: bool = False) -> torch.Tensor:
-        """The sum (or the largest) of a number over all ranks."""
-        every = self.transport.all_gather_object(float(number), self.everyone)
-        return torch.tensor(max(every) if largest else sum(every), dtype=torch.float64, device=self.transport.device)
 
     def whole_copy(self, model: torch.nn.Module) -> torch.nn.Module:
         """The module with parameters of whole shapes, for tracing another program: same names, fake contents."""

@@ -14,6 +14,9 @@ import torch
 from autopart.ir.mesh import Mesh
 from autopart.ir.state import Parameter, State, Unit
 
+Gradients = Mapping[str, Sequence[torch.Tensor | None]]
+"""Gradients by unit, in the order of the unit's parameters; None where there is none."""
+
 
 class States:
     """Parameters and gradients of one rank, by unit. Flat layouts: parts along dim 0, padded on the wire."""
@@ -113,6 +116,20 @@ class States:
         """The gradients accumulated for a unit, which are forgotten here."""
         self._sums.pop(unit.name, None)
         return self.gradients.pop(unit.name, [None] * len(unit.parameters))
+
+    def scale(self, factor: torch.Tensor) -> None:
+        """Multiply the accumulated gradients by a number; the products are new tensors."""
+        for unit, grads in self.gradients.items():
+            self.gradients[unit] = [None if g is None else g * factor.to(g) for g in grads]
+            self._sums[unit] = {position for position, grad in enumerate(grads) if grad is not None}
+
+    def drop(self, target: str) -> None:
+        """Forget the accumulated gradient of one parameter."""
+        for unit in self.units.values():
+            for position, parameter in enumerate(unit.parameters):
+                if parameter.target == target and unit.name in self.gradients:
+                    self.gradients[unit.name][position] = None
+                    self._sums[unit.name].discard(position)
 
     def _device(self, unit: Unit) -> torch.device:
         return self.parts[unit.parameters[0].target].device

@@ -6,6 +6,7 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -15,6 +16,16 @@ from autopart.runtime.batch import Batch
 from autopart.runtime.measure import Log, Memory, Store
 from autopart.runtime.states import States
 from autopart.runtime.transport import Pending, Transport
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A reduction of a unit's gradients that the text called and that is held back."""
+
+    unit: str
+    axis: str
+    stages: tuple[int, ...] = ()
+    scatter: bool = True
 
 
 class World:
@@ -28,7 +39,11 @@ class World:
         states: States,
         buffers: Mapping[str, torch.Tensor],
         batch: Batch,
+        *,
+        hold: bool = False,
     ) -> None:
+        """With `hold`, reductions are noted in `held` rather than performed, until `release`."""
+        self.held: list[Held] | None = [] if hold else None
         self.transport, self.mesh, self.place = transport, mesh, tuple(place)
         self.states, self.buffers, self.batch = states, buffers, batch
         self.updated: dict[str, torch.Tensor] = {}
@@ -90,6 +105,9 @@ class World:
 
     def reduce_scatter(self, unit: str, grads: Sequence[torch.Tensor | None] | None = None, *, axis: str) -> None:
         """Begin to sum gradients over an axis, each rank keeping its part: `grads` if given, else those accumulated."""
+        if self.held is not None:
+            self._hold(Held(unit, axis), grads)
+            return
         found = self.states.units[unit]
         local = self.states.take(found) if grads is None else grads
         whole = self.states.scattered(found, local)
@@ -100,6 +118,9 @@ class World:
 
     def all_reduce(self, unit: str, *, axis: str, stages: Sequence[int] = ()) -> None:
         """Begin to sum a unit's accumulated gradients over an axis, or the ranks of some stages, on every rank."""
+        if self.held is not None:
+            self._hold(Held(unit, axis, tuple(stages), scatter=False))
+            return
         group = self._stage_group(stages) if stages else self._group(axis)
         if len(group) == 1:
             return
@@ -129,6 +150,33 @@ class World:
     def _finish(self, *, all_but: int) -> None:
         while len(self._begun) > all_but:
             self._begun.popleft()[1]()
+
+    def _hold(self, reduction: Held, grads: Sequence[torch.Tensor | None] | None = None) -> None:
+        """Note a reduction, once however many microbatches call it, and keep what it was given."""
+        assert self.held is not None
+        if grads is not None:
+            self.states.add(reduction.unit, grads)
+        if reduction not in self.held:
+            self.held.append(reduction)
+
+    def release(self, transport: Transport) -> dict[str, int]:
+        """Perform the reductions that were held, in the text's order, on what is accumulated now; the bytes sent."""
+        self.transport = transport
+        before, held, self.held = transport.bytes_sent(), self.held or [], None
+        try:
+            with torch.no_grad():
+                for reduction in held:
+                    if reduction.stages:  # of the parts that the reductions before it make
+                        self.wait()
+                    if reduction.scatter:
+                        self.reduce_scatter(reduction.unit, axis=reduction.axis)
+                    else:
+                        self.all_reduce(reduction.unit, axis=reduction.axis, stages=reduction.stages)
+                self.wait()
+        except BaseException as error:
+            transport.fail(error)
+            raise
+        return {kind: count - before.get(kind, 0) for kind, count in transport.bytes_sent().items()}
 
     def buffer(self, name: str) -> torch.Tensor:
         """A buffer or constant by name: the last update of this step, else as it was before the step."""
