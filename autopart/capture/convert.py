@@ -6,12 +6,14 @@ import operator
 import os
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from autopart.capture.annotate import is_user_file
 from autopart.capture.call import Call
+from autopart.capture.strides import reshapes
 from autopart.capture.trace import Names, Trace, identity
 from autopart.errors import CaptureError
 from autopart.ir.captured import Captured, Constant, dead_code_eliminated
@@ -159,6 +161,7 @@ class _Merge:
             if a.target is operator.getitem:
                 items.setdefault(a.args[0].name, {})[a.args[1]] = a  # type: ignore[union-attr, index, arg-type]
         twins = dict(self.pairs)
+        copying = reshapes(a for a, _ in self.pairs if a.op != "output")
         made, backward = [], False
         for a, b in self.pairs:
             if a.op != "call_function" or a.target is operator.getitem:
@@ -170,7 +173,8 @@ class _Merge:
             if opname in _ALIASES:
                 self.alias[a.name] = self.argument(a.args[0], b.args[0], a)
             elif not opname.startswith("aten._assert"):
-                made.append(self.node(a, b, items.get(a.name, {}), twins, backward))
+                node = self.node(a, b, items.get(a.name, {}), twins, backward)
+                made.append(replace(node, op=torch.ops.aten.reshape.default) if a.name in copying else node)
         return tuple(made)
 
     def node(

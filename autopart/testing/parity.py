@@ -44,6 +44,7 @@ def assert_parity(
     max_norm: float = 0.5,
     tolerance: float | None = None,
     capture: str = "direct",
+    batch: Mapping[str, int | None] | None = None,
     batches: Callable[[int], tuple[tuple[Any, ...], Mapping[str, Any]]] | None = None,
     **pins: Any,
 ) -> None:
@@ -53,13 +54,13 @@ def assert_parity(
     loss, the raw gradient of every parameter and the clipped norm of each of `steps` steps, and every parameter after
     them; per tensor ``||a - b|| <= tolerance * max(||b||, largest ||b|| / 1000)``. The tolerance is 1e-9, or 1e-6
     where the model itself computes in float32 although its parameters are float64. `plan` may be a Program (an edited
-    one, say); without it, `pins` go to `autopart.plan`. ``batches(step)`` gives other data than `args` and `kwargs`
-    for each step, of any batch size.
+    one, say); without it, `pins` go to `autopart.plan`. `batch` names batch dims that are not 0, as `parallelize` takes
+    it. ``batches(step)`` gives other data than `args` and `kwargs` for each step, of any batch size.
 
     Raises AssertionError naming the first thing that differs, with both values.
     """
     model, args, kwargs = _double(copy.deepcopy(model)), _double(args), _double(dict(kwargs or {}))
-    program = plan if isinstance(plan, Program) else _compiled(model, args, kwargs, plan, capture, pins)
+    program = plan if isinstance(plan, Program) else _compiled(model, args, kwargs, plan, capture, batch, pins)
     if tolerance is None:
         narrow = {value.dtype for value in program.captured.values()} & {torch.float32, torch.bfloat16, torch.float16}
         tolerance = 1e-6 if narrow else 1e-9
@@ -70,7 +71,7 @@ def assert_parity(
     expected = train(copy.deepcopy(model), data, steps, optimizer, max_norm)
 
     def rank_main(rank: int) -> Trajectory:
-        mine = parallelize(copy.deepcopy(model), plan=program, verify=False, capture=capture)
+        mine = parallelize(copy.deepcopy(model), plan=program, verify=False, capture=capture, batch=batch)
         return train(mine, data, steps, optimizer, max_norm)
 
     for rank, found in enumerate(LocalWorld(program.plan.mesh.size).run(rank_main)):
@@ -135,10 +136,11 @@ def _compiled(
     kwargs: Mapping[str, Any],
     given: Plan | None,
     capture: str,
+    batch: Mapping[str, int | None] | None,
     pins: Mapping[str, Any],
 ) -> Program:
-    made = plan(model, args, kwargs, capture=capture, **pins) if given is None else given
-    return compile(model, made, args, kwargs, capture=capture)
+    made = plan(model, args, kwargs, capture=capture, batch=batch, **pins) if given is None else given
+    return compile(model, made, args, kwargs, capture=capture, batch=batch)
 
 
 def _gradients(model: Any) -> Mapping[str, torch.Tensor]:
