@@ -82,13 +82,14 @@ class _Merge:
                 raise CaptureError(
                     f"{_at(a)}: the module does another computation at another batch size ({a.target} at batch "
                     f"{self.small.batch}, {b.target} at {self.large.batch}); if an input's batch is not dim 0, say so "
-                    "with batch="
+                    f"with batch={{name: dim or None}}. Inputs: {self.call.describe()}"
                 )
         if len(one) != len(two):
             raise CaptureError(
                 f"the module does {len(one)} operations at batch {self.small.batch} but {len(two)} at "
                 f"{self.large.batch}; "
-                "a loop over the batch cannot be split, and an input whose batch is not dim 0 needs batch="
+                "a loop over the batch cannot be split, and an input whose batch is not dim 0 needs "
+                f"batch={{name: dim or None}}. Inputs: {self.call.describe()}"
             )
         return list(zip(one, two, strict=True))
 
@@ -223,7 +224,8 @@ class _Merge:
         if rest or abs(size.constant) >= max(self.small.batch, 2):
             raise CaptureError(
                 f"{_at(at)}: the size {one} at batch {self.small.batch} becomes {two} at batch {self.large.batch}, "
-                "which is no multiple of the batch; name inputs whose batch is not dim 0 with batch="
+                "which is no multiple of the batch; name inputs whose batch is not dim 0 with "
+                f"batch={{name: dim or None}}. Inputs: {self.call.describe()}"
             )
         return size
 
