@@ -47,6 +47,13 @@ def _cholesky_solve(s: Sizes) -> tuple[Any, ...]:
     return aten.cholesky_solve.default, _right_side(s, matrix, s.size()), matrix
 
 
+def _lu_solve(s: Sizes) -> tuple[Any, ...]:
+    matrix, left = _square(s, 3), s.flag()
+    factors, pivots, _ = aten.linalg_lu_factor_ex(matrix)
+    side = s.normal(*matrix.shape[:-2], *((3, 2) if left else (2, 3)))
+    return aten.linalg_lu_solve.default, (factors, pivots, side), {"left": left}
+
+
 def _distances(backward: bool) -> Case:
     def case(s: Sizes) -> tuple[Any, ...]:
         lead, width = s.shape(0, 2), s.size()
@@ -85,6 +92,9 @@ LINEAR: Mapping[str, Case] = {
     "_linalg_eigh": _stack(aten._linalg_eigh.default, definite=True),
     "linalg_inv_ex": _stack(aten.linalg_inv_ex.default),
     "linalg_cholesky_ex": _stack(aten.linalg_cholesky_ex.default, definite=True),
+    "linalg_lu": _stack(aten.linalg_lu.default),
+    "linalg_lu_factor_ex": _stack(aten.linalg_lu_factor_ex.default),
+    "linalg_lu_solve": _lu_solve,
     "linalg_qr": lambda s: (
         aten.linalg_qr.default, s.normal(*s.shape(0, 2), 3, 2), "complete" if s.flag() else "reduced"
     ),

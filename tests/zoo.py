@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -87,8 +88,8 @@ class UNet(nn.Module):
         super().__init__()
         self.up = up
         self.first = self.twice(1, widths[0])
-        self.down = nn.ModuleList(self.twice(a, b) for a, b in zip(widths, widths[1:], strict=False))
-        pairs = list(zip(widths, widths[1:], strict=False))[::-1]
+        self.down = nn.ModuleList(self.twice(a, b) for a, b in pairwise(widths))
+        pairs = list(pairwise(widths))[::-1]
         grown = nn.ConvTranspose2d if up == "transposed" else nn.Conv2d
         self.grow = nn.ModuleList(grown(b, a, *((2, 2) if up == "transposed" else (1,))) for a, b in pairs)
         self.join = nn.ModuleList(self.twice(2 * a, a) for a, _ in pairs)
@@ -245,7 +246,7 @@ def t5(dropout: float = 0.0) -> Specimen:
 
 
 class Mixture(nn.Module):
-    """Residual layers of experts, each weighted by a softmax gate: dense routing, and a load-balancing loss a sample."""
+    """Residual layers of experts, each weighted by a softmax gate (dense routing), and a loss that balances them."""
 
     def __init__(self, experts: int = 3, width: int = 6, layers: int = 2) -> None:
         super().__init__()

@@ -17,9 +17,7 @@ CONTIGUOUS, AS_TRACED, UNKNOWN = 0, 1, 2
 """What is known of a value's strides: row-major; those of the trace, or row-major if it was sent; nothing."""
 
 _FRESH = frozenset(
-    """
-    mm addmm bmm baddbmm mv addmv dot embedding native_layer_norm full zeros ones arange new_zeros new_ones new_full
-    """.split()
+    ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "embedding", "native_layer_norm", "full", "zeros", "ones")
 )
 """Operators whose results are row-major whatever the strides of their operands."""
 

@@ -207,7 +207,7 @@ def _input_fact(entry: Input) -> Fact:
     size = entry.value.shape[dims[0]]
     if entry.kind != "input" or len(dims) > 1 or not isinstance(size, Size) or size.constant:
         raise CaptureError(
-            f"the {entry.kind} {entry.target!r} has shape [{_shape(entry.value.shape)}]: one dim of an input may be the batch, and none of "
-            "anything else. Say which dim holds the samples, batch={name: dim or None}"
+            f"the {entry.kind} {entry.target!r} has shape [{_shape(entry.value.shape)}]: one dim of an input may be "
+            "the batch, and none of anything else. Say which dim holds the samples, batch={name: dim or None}"
         )
     return Fact(Shard(dims[0]), free)

@@ -1,13 +1,13 @@
 """Linear algebra on stacks of matrices: leading dims are free; the matrices themselves are blocked.
 
-Loops: m and n the dims of a matrix, k those of a factor of it, r and s other columns.
+Loops: m and n are the dims of a matrix, the other letters those of its factors and of right sides.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from autopart.rules.factor import Call, Draft, Family, Rule, align, broadcast, each, wrap
+from autopart.rules.factor import Call, Draft, Family, Rule, align, broadcast, wrap
 from autopart.rules.loops import loops
 
 
@@ -25,6 +25,11 @@ def _solve(call: Call) -> Rule:
     vectors = call.ndim("B") == call.ndim("A") - 1
     columns = "n" if vectors else "nr" if call.args["left"] else "rn"
     return _stacked(f"A:*nm B:*{columns} -> *{columns}, *kl, *p, *")(call)
+
+
+def _lu_solve(call: Call) -> Rule:
+    columns = "nr" if call.args["left"] else "rn"
+    return _stacked(f"LU:*mk pivots:*p B:*{columns} -> *{columns}", "B")(call)
 
 
 def _svd(call: Call) -> Rule:
@@ -62,12 +67,15 @@ RULES: Mapping[str, Family] = {
     "_linalg_eigh": _eigh,
     "linalg_inv_ex": _stacked("A:*mn -> *kl, *"),
     "linalg_cholesky_ex": _stacked("self:*mn -> *kl, *"),
+    "linalg_lu": _stacked("A:*mn -> *pq, *rk, *ls"),
+    "linalg_lu_factor_ex": _stacked("A:*mn -> *kl, *p, *"),
+    "linalg_lu_solve": _lu_solve,
     "linalg_qr": _stacked("A:*mn -> *pk, *lq"),
     "linalg_matrix_exp": _stacked("self:*mn -> *kl"),
     "linalg_solve_triangular": _stacked("self:*mn B:*pq -> *pq", "B"),
     "triangular_solve": _stacked("self:*pq A:*mn -> *pq, *mn"),
     "cholesky_solve": _stacked("self:*pq input2:*mn -> *pq", "self"),
     "linalg_cross": _cross,
-    **each("_cdist_forward", _distances),
-    **each("_cdist_backward", _distances_backward),
+    "_cdist_forward": _distances,
+    "_cdist_backward": _distances_backward,
 }
