@@ -1,4 +1,4 @@
-"""Which views a program may not keep as views: those that rely on strides which it does not promise.
+"""Which views become reshapes: those that rely on strides that a program does not keep.
 
 A value that goes to another rank arrives contiguous, whatever strides it had in the trace. Where such a value may have
 come by, a view (which needs fitting strides) is taken as a reshape (which copies where they do not fit).

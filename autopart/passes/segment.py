@@ -85,7 +85,8 @@ def _labels(forward: list[Node], cuts: tuple[str, ...]) -> list[str | None]:
 def _with_parameters(labels: list[str | None], forward: list[Node], captured: Captured) -> list[str | None]:
     """Between modules, a node that is the first to read a parameter is labelled by it: ``x @ self.weights[3]``."""
     targets = {item.value.name: item.target for item in captured.of_kind("parameter")}
-    found, seen = [], set()
+    found: list[str | None] = []
+    seen: set[str] = set()
     for label, node in zip(labels, forward, strict=True):
         fresh = [targets[name] for name in node.refs() if name in targets and name not in seen]
         found.append(fresh[0] if not label and fresh else label or None)
