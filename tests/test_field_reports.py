@@ -231,7 +231,7 @@ def test_f053_stages_that_are_all_frozen_send_no_gradient() -> None:
             return self.layers(x).square().mean()
 
     plain, x = Stack().double(), torch.randn(6, 4).double()
-    assert_parity(plain, (x,), **PP3)
+    assert_parity(plain, (x,), steps=2, **PP3)
     program = autopart.compile(plain, autopart.plan(plain, (x,), capture="direct", **PP3), (x,), capture="direct")
     gradients = [a for rank in program.ranks for a in rank.actions if a.kind is Kind.SEND and a.peer < a.stage]
     backwards = {a.stage for rank in program.ranks for a in rank.actions if a.kind is Kind.B}
@@ -285,7 +285,7 @@ class Boundary(nn.Module):
 
 def test_f087_every_dtype_crosses_a_boundary() -> None:
     plain, x = Boundary().double(), torch.randn(6, 4).double()
-    assert_parity(plain, (x,), **PP2)
+    assert_parity(plain, (x,), steps=1, **PP2)
 
 
 # ---- effects and aliases ---------------------------------------------------------------------------------------------
@@ -327,7 +327,7 @@ class Views(nn.Module):
 
 
 def test_f091_views_and_duplicates_count_once() -> None:
-    assert_parity(Views(), (torch.randn(6, 4),), **PP2)
+    assert_parity(Views(), (torch.randn(6, 4),), steps=1, **PP2)
 
 
 # ---- hand-written operators ------------------------------------------------------------------------------------------
@@ -380,8 +380,7 @@ class Custom(nn.Module):
 @pytest.mark.parametrize("capture", ["direct", "compile"])
 @pytest.mark.parametrize("function", [Step, Reverse, Still], ids=lambda f: f.__name__)
 def test_f092_hand_written_backwards(function: type[torch.autograd.Function], capture: str) -> None:
-    for pins in (PP2, DP2):
-        assert_parity(Custom(function.apply), (torch.randn(6, 4),), capture=capture, steps=1, **pins)
+    assert_parity(Custom(function.apply), (torch.randn(6, 4),), capture=capture, steps=1, **PP2)
 
 
 @torch.library.custom_op("autopart_tests::scaled", mutates_args=())
@@ -426,7 +425,7 @@ def test_f093_a_custom_operator_that_reads_no_samples_runs_as_it_is() -> None:
                 .mean()
             )
 
-    assert_parity(Scaled(), (torch.randn(6, 4),), **PP2)
+    assert_parity(Scaled(), (torch.randn(6, 4),), steps=1, **PP2)
 
 
 # ---- indexing, convolutions, views -----------------------------------------------------------------------------------
@@ -466,4 +465,4 @@ class Convolutions(nn.Module):
 
 @pytest.mark.parametrize("pins", [PP2, DP2], ids=["pp2", "dp2"])
 def test_f103_convolutions_and_views_of_unlike_factors(pins: dict[str, Any]) -> None:
-    assert_parity(Convolutions(), (torch.randn(6, 2, 8, 8), torch.randn(6, 2)), **pins)
+    assert_parity(Convolutions(), (torch.randn(6, 2, 8, 8), torch.randn(6, 2)), steps=1, **pins)
