@@ -27,6 +27,7 @@ __all__ = [
     "is_fake",
     "is_traced",
     "joint_graph",
+    "masks_as_given",
     "no_global_hooks",
     "pytree",
     "quiet",
@@ -212,6 +213,25 @@ def exporting() -> Iterator[None]:
     finally:
         for name, value in before.items():
             setattr(torch.compiler, name, value)
+
+
+@contextlib.contextmanager
+def masks_as_given() -> Iterator[None]:
+    """`nn.Transformer` without its look at the values of a mask: whether it is causal is only a hint for a kernel.
+
+    Without the hint every layer applies the mask that it is given, with the same result.
+    """
+    module: Any = torch.nn.modules.transformer
+    before = module._detect_is_causal_mask
+    module._detect_is_causal_mask = _hinted
+    try:
+        yield
+    finally:
+        module._detect_is_causal_mask = before
+
+
+def _hinted(mask: torch.Tensor | None, is_causal: bool | None = None, size: int | None = None) -> bool:
+    return is_causal is True
 
 
 def intercept_loops(*, clip: Callable[..., Any], norm: Callable[..., Any], unscale: Callable[..., Any]) -> bool:

@@ -84,14 +84,15 @@ gelu hardsigmoid hardswish hardtanh isfinite isinf isnan lgamma log log10 log1p 
 relu relu6 round rsqrt selu sgn sigmoid sign signbit silu sin sinc sinh softplus special_entr special_erfcx special_i0
 special_i1 special_log_ndtr special_ndtr special_ndtri sqrt square tan tanh trunc celu elu hardshrink leaky_relu
 softshrink neg positive clone detach alias lift_fresh_copy conj conj_physical resolve_conj resolve_neg logical_not
-log_sigmoid_forward real _conj_physical
+log_sigmoid_forward real _conj_physical angle i0 isneginf isposinf special_i0e special_i1e
 """
 BINARY = """
 atan2 copysign eq floor_divide fmax fmin fmod ge gt heaviside hypot le logaddexp logaddexp2 lt maximum minimum ne pow
-remainder special_xlog1py xlogy polar mul add sub div logical_and logical_or logical_xor rsub
+remainder special_xlog1py xlogy polar mul add sub div logical_and logical_or logical_xor rsub complex float_power igamma
+igammac ldexp nextafter special_zeta
 """
 INTEGER = """
-bitwise_and bitwise_or bitwise_xor bitwise_left_shift bitwise_right_shift
+bitwise_and bitwise_or bitwise_xor bitwise_left_shift bitwise_right_shift gcd lcm __lshift__ __rshift__ __xor__
 """
 GRADIENTS: Mapping[str, tuple[Any, ...]] = {
     "gelu_backward": (), "hardshrink_backward": (0.5,),
@@ -171,6 +172,25 @@ def _split(s: Sizes) -> tuple[Any, ...]:
 def _split_with_sizes(s: Sizes) -> tuple[Any, ...]:
     sizes = [2, 2, 2] if s.flag() else [1, 2, 4]
     return aten.split_with_sizes.default, s.normal(3, sum(sizes), 2), sizes, -2
+
+
+def _two_dims(s: Sizes) -> tuple[int, int]:
+    """Two dims of four, in any order."""
+    first = s.size(0, 3)
+    return first, (first + s.size(1, 3)) % 4
+
+
+def _unfold_backward(s: Sizes) -> tuple[Any, ...]:
+    length, step = s.size(4, 6), s.size(1, 2)
+    windows = (length - 3) // step + 1
+    return aten.unfold_backward.default, s.normal(2, windows, 3, 3), [2, length, 3], 1, 3, step
+
+
+def _searchsorted(s: Sizes) -> tuple[Any, ...]:
+    if s.flag():
+        return aten.searchsorted.Tensor, s.positive(5).sort().values, s.positive(*s.shape(1))
+    rows = s.size()
+    return aten.searchsorted.Tensor, s.positive(rows, 5).sort(-1).values, s.positive(rows, s.size())
 
 
 def _cat(s: Sizes) -> tuple[Any, ...]:
@@ -318,6 +338,11 @@ ELEMENTARY: Mapping[str, Case] = {
     "select_scatter": lambda s: (aten.select_scatter.default, s.normal(3, 4), s.normal(3), 1, 2),
     "split": _split,
     "split_with_sizes": _split_with_sizes,
+    "unsafe_split": lambda s: (aten.unsafe_split.Tensor, *_split(s)[1:]),
+    "unsafe_split_with_sizes": lambda s: (aten.unsafe_split_with_sizes.default, *_split_with_sizes(s)[1:]),
+    "diag_embed": lambda s: (aten.diag_embed.default, s.normal(2, s.size(), 3), s.size(0, 2) - 1, *_two_dims(s)),
+    "unfold": lambda s: (aten.unfold.default, s.normal(2, s.size(4, 6), 3), s.size(0, 1) * 3 - 2, 3, s.size(1, 2)),
+    "unfold_backward": _unfold_backward,
     "unbind": along(aten.unbind.int),
     "cat": _cat,
     "cat with an empty": lambda s: (aten.cat.default, [s.normal(0), s.normal(2, 3)], 1),
@@ -327,6 +352,8 @@ ELEMENTARY: Mapping[str, Case] = {
     "cumsum": along(aten.cumsum.default),
     "cumprod": along(aten.cumprod.default),
     "logcumsumexp": along(aten.logcumsumexp.default),
+    "cummax": along(aten.cummax.default),
+    "cummin": along(aten.cummin.default),
     "sort": along(aten.sort.default),
     "argsort": along(aten.argsort.default),
     "triu": lambda s: (aten.triu.default, s.normal(s.size(), 3, 4), 1),
@@ -390,6 +417,9 @@ ELEMENTARY: Mapping[str, Case] = {
     "index_select": lambda s: (aten.index_select.default, s.normal(3, 4, 2), 1, s.index(4, s.size())),
     "index_add": lambda s: (aten.index_add.default, s.normal(3, 4, 2), 1, s.index(4, 3), s.normal(3, 3, 2)),
     "index_copy": lambda s: (aten.index_copy.default, s.normal(3, 4, 2), 1, torch.tensor([2, 0]), s.normal(3, 2, 2)),
+    "index_fill": lambda s: (aten.index_fill.int_Scalar, s.normal(3, 4, 2), s.size(0, 1) * 3 - 2, s.index(4, 2), 1.5),
+    "bucketize": lambda s: (aten.bucketize.Tensor, s.positive(*s.shape()), s.positive(4).sort().values),
+    "searchsorted": _searchsorted,
     "index": _index(aten.index.Tensor),
     "_unsafe_index": _index(aten._unsafe_index.Tensor),
     "index_put": _index_put(aten.index_put.default),

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from tests.rule_cases import ELEMENTARY, Case, Sizes, along, aten
+from tests.rule_cases_linear import LINEAR
 
 
 def _norm(op: Any, backward: bool) -> Case:
@@ -193,6 +194,23 @@ def _pad(kind: str, rank: int) -> dict[str, Case]:
     }
 
 
+def _grid(rank: int, backward: bool) -> Case:
+    def case(s: Sizes) -> tuple[Any, ...]:
+        n, c, places = s.size(), s.size(), [3, 2, 4][:rank]
+        image, grid = s.normal(n, c, *[4, 3, 2][:rank]), s.normal(n, *places, rank)
+        if not backward:
+            return getattr(aten, f"grid_sampler_{rank}d").default, image, grid, 0, s.size(0, 2), False
+        op = getattr(aten, f"grid_sampler_{rank}d_backward").default
+        return op, s.normal(n, c, *places), image, grid, 0, s.size(0, 2), False, [True, True]
+
+    return case
+
+
+def _unpool(s: Sizes) -> tuple[Any, ...]:
+    made, indices = aten.max_pool2d_with_indices(s.normal(s.size(), s.size(), 6, 4), *MAX2)
+    return aten.max_unpool2d.default, made, indices, [6, 4]
+
+
 MAX2 = ([2, 2], [2, 2], [0, 0], [1, 1], False)
 MAX3 = ([2, 2, 2], [2, 2, 2], [0, 0, 0], [1, 1, 1], False)
 AVG2 = ([2, 2], [2, 2], [0, 0], False, True, None)
@@ -267,6 +285,10 @@ NETWORK: Mapping[str, Case] = {
     **{name: case for rank in (1, 2, 3) for name, case in _pad("reflection", rank).items()},
     **{name: case for rank in (1, 2, 3) for name, case in _pad("replication", rank).items()},
     **{name: case for kind, rank in RESAMPLED for name, case in _upsample(f"{kind}{rank}d", rank).items()},
+    **{name: case for kind in ("bilinear", "bicubic") for name, case in _upsample(f"_upsample_{kind}2d_aa", 2).items()},
+    **{f"grid_sampler_{rank}d": _grid(rank, False) for rank in (2, 3)},
+    **{f"grid_sampler_{rank}d_backward": _grid(rank, True) for rank in (2, 3)},
+    "max_unpool2d": _unpool,
     "im2col": lambda s: (aten.im2col.default, s.normal(s.size(), s.size(), 4, 3), [2, 2], [1, 1], [0, 0], [1, 1]),
     "col2im": lambda s: (
         aten.col2im.default, s.normal(s.size(), 4 * s.size(), 6), [4, 3], [2, 2], [1, 1], [0, 0], [1, 1]
@@ -290,7 +312,7 @@ NETWORK: Mapping[str, Case] = {
     "nll_loss_backward": _nll(True),
 }  # fmt: skip
 
-CASES: Mapping[str, Case] = {**ELEMENTARY, **NETWORK}
+CASES: Mapping[str, Case] = {**ELEMENTARY, **NETWORK, **LINEAR}
 
 UNEXECUTED = frozenset(
     [
@@ -303,6 +325,8 @@ UNEXECUTED = frozenset(
         "_scaled_dot_product_cudnn_attention_backward",
         "empty",
         "new_empty",
+        "empty_strided",
+        "new_empty_strided",
         "rand",
         "randn",
         "empty_like",

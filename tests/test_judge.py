@@ -364,7 +364,7 @@ REFUSED: Mapping[str, tuple[Callable[..., torch.Tensor], str]] = {
     "shifted": (lambda s, x, y: (s.linear(x)[1:] * s.linear(x)[:-1]).sum(), "slice.*whole of the batch dim"),
     "numbered": (lambda s, x, y: (s.linear(x).sum(1) * torch.arange(x.shape[0])).sum(), "mul.*numbers of the samples"),
     "regrouped": (lambda s, x, y: s.linear(x).view(3, -1).softmax(1).pow(2).sum(), "couples"),
-    "without a rule": (lambda s, x, y: torch.linalg.svdvals(s.linear(x)).sum(), "no factor rule"),
+    "without a rule": (lambda s, x, y: s.linear(x).renorm(2, 0, 1.0).sum(), "no factor rule"),
 }  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from autopart.ir.graph import Node, Ref, Size, Value
 from autopart.rules.factor import Dims, Product, Rule, bind, common, ratio, slots, times
-from autopart.rules.table import FAMILIES, TABLE, rule
+from autopart.rules.table import FAMILIES, TABLE, family, rule
 from tests.rule_cases import Sizes, aten
 from tests.rule_cases_network import CASES, UNEXECUTED
 
@@ -212,6 +212,31 @@ def test_every_entry_of_the_table_is_executed() -> None:
 def test_an_operator_without_an_entry_has_no_rule() -> None:
     node, tensors, _ = as_node((aten.histc.default, torch.rand(4), 3))
     assert rule(node, {key: value(key, tensor) for key, tensor in tensors.items()}) is None
+
+
+DTENSOR_ALONE = """
+    adaptive_avg_pool1d adaptive_max_pool1d avg_pool1d clip contiguous diag is_same_size linalg_pinv max min mvlgamma
+    max_pool1d_with_indices nll_loss2d_backward nll_loss2d_forward to true_divide view
+    diagonal_copy diagonal_scatter expand_copy split_with_sizes_copy view_copy
+    _linalg_check_errors _local_scalar_dense equal
+    bernoulli fractional_max_pool2d fractional_max_pool3d multinomial normal_functional randint_like
+    _batch_norm_with_update_functional _grouped_mm _scaled_mm _upsample_lanczos2d_aa _upsample_lanczos2d_aa_backward
+    frexp histc index_reduce max_unpool3d nanmedian
+    cholesky cholesky_inverse geqrf linalg__powsum linalg_eig linalg_householder_product linalg_ldl_factor_ex
+    linalg_ldl_solve lu_unpack ormqr
+"""
+"""Where DTensor has a rule and the table none: composites and copies of views, values and random numbers, the rest."""
+
+
+def test_dtensor_knows_no_operator_that_models_are_made_of_and_the_table_does_not() -> None:
+    from torch.distributed.tensor import DTensor
+
+    propagator: Any = DTensor._op_dispatcher.sharding_propagator
+    known = {*propagator.op_strategy_funcs, *getattr(propagator, "op_single_dim_strategy_funcs", ())}
+    ops = {op for op in known if op.namespace == "aten" and not op._schema.is_mutable}
+    names = {op.overloadpacket.__name__ for op in ops if family(op) is None and not op._overloadname.endswith("out")}
+    names = {name for name in names if not name.startswith(("special_", "_foreach", "_fused_adam"))}
+    assert len(ops) > 300 and names <= set(DTENSOR_ALONE.split())
 
 
 # ---- rules that are wrong on purpose --------------------------------------------------------------------------------

@@ -77,7 +77,7 @@ def _trace(
 ) -> Trace:
     """Trace `sized`, which is `call` at another batch size. Raises CaptureError for whatever goes wrong in it."""
     try:
-        with untouched(module), _torch.quiet():
+        with untouched(module), _torch.quiet(), _torch.masks_as_given():
             return ROUTES[route](module, sized, loss_fn, target, names)
     except Exception as error:
         known = isinstance(error, CaptureError)

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from autopart.capture.annotate import is_user_file
 from autopart.capture.call import Call
+from autopart.capture.strides import reshapes
 from autopart.capture.trace import Names, Trace, identity
 from autopart.errors import CaptureError
 from autopart.ir.captured import Captured, Constant, dead_code_eliminated
@@ -87,13 +88,14 @@ class _Merge:
                 raise CaptureError(
                     f"{_at(a)}: the module does another computation at another batch size ({a.target} at batch "
                     f"{self.small.batch}, {b.target} at {self.large.batch}); if an input's batch is not dim 0, say so "
-                    "with batch="
+                    f"with batch={{name: dim or None}}. Inputs: {self.call.describe()}"
                 )
         if len(one) != len(two):
             raise CaptureError(
                 f"the module does {len(one)} operations at batch {self.small.batch} but {len(two)} at "
                 f"{self.large.batch}; "
-                "a loop over the batch cannot be split, and an input whose batch is not dim 0 needs batch="
+                "a loop over the batch cannot be split, and an input whose batch is not dim 0 needs "
+                f"batch={{name: dim or None}}. Inputs: {self.call.describe()}"
             )
         return list(zip(one, two, strict=True))
 
@@ -176,6 +178,7 @@ class _Merge:
             if a.target is operator.getitem:
                 items.setdefault(a.args[0].name, {})[a.args[1]] = a  # type: ignore[union-attr, index, arg-type]
         twins = dict(self.pairs)
+        copying = reshapes(a for a, _ in self.pairs if a.op != "output")
         made, backward = [], False
         for a, b in self.pairs:
             if a.op != "call_function" or a.target is operator.getitem:
@@ -187,7 +190,8 @@ class _Merge:
             if opname in _ALIASES:
                 self.alias[a.name] = self.argument(a.args[0], b.args[0], a)
             elif not opname.startswith("aten._assert"):
-                made.append(self.node(a, b, items.get(a.name, {}), twins, backward))
+                node = self.node(a, b, items.get(a.name, {}), twins, backward)
+                made.append(replace(node, op=torch.ops.aten.reshape.default) if a.name in copying else node)
         return tuple(made)
 
     def node(
@@ -248,7 +252,8 @@ class _Merge:
         if rest or abs(size.constant) >= max(self.small.batch, 2):
             raise CaptureError(
                 f"{_at(at)}: the size {one} at batch {self.small.batch} becomes {two} at batch {self.large.batch}, "
-                "which is no multiple of the batch; name inputs whose batch is not dim 0 with batch="
+                "which is no multiple of the batch; name inputs whose batch is not dim 0 with "
+                f"batch={{name: dim or None}}. Inputs: {self.call.describe()}"
             )
         return size
 

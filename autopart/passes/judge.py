@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from autopart.errors import CaptureError
-from autopart.ir.graph import Arg, Form, Input, Node, Output, Size
+from autopart.ir.graph import Arg, Dim, Form, Input, Node, Output, Size
 from autopart.ir.placement import Partial, Replicate, Shard, TensorPlacement
 from autopart.passes.dependence import (
     ADVICE,
@@ -51,9 +51,16 @@ class Judgement:
 def judge(inputs: Sequence[Input], nodes: Sequence[Node], outputs: Sequence[Output]) -> Judgement:
     """Judge a joint graph, whose means over the batch are decomposed (`decompose_means`).
 
-    Raises `CaptureError`, naming the operator, its module and its source line, for what couples the samples of a batch,
-    and for an operator without a rule that reads samples.
+    Raises `CaptureError`, naming the operator, its module, its source line and how the inputs are split, for what
+    couples the samples of a batch, and for an operator without a rule that reads samples.
     """
+    try:
+        return _judge(inputs, nodes, outputs)
+    except CaptureError as error:
+        raise CaptureError(f"{error}\nInputs: {_split_inputs(inputs)}") from None
+
+
+def _judge(inputs: Sequence[Input], nodes: Sequence[Node], outputs: Sequence[Output]) -> Judgement:
     scan, start = _Scan(inputs, outputs), 0
     while start < len(nodes):
         try:
@@ -187,6 +194,16 @@ class _Scan:
         return isinstance(fact.place, Replicate) and not fact.zero
 
 
+def _split_inputs(inputs: Sequence[Input]) -> str:
+    """The user's inputs with the dim of each that holds the samples: ``ids [batch, 8], mask [8, 8]``."""
+    shapes = {entry.value.name: entry.value.shape for entry in inputs if entry.kind == "input"}
+    return ", ".join(f"{name} [{_shape(shape)}]" for name, shape in shapes.items())
+
+
+def _shape(shape: Sequence[Dim]) -> str:
+    return ", ".join(size.text("batch") if isinstance(size, Size) else str(size) for size in shape)
+
+
 def _input_fact(entry: Input) -> Fact:
     dims = batch_dims(entry.value)
     free = entry.kind != "parameter"
@@ -194,9 +211,8 @@ def _input_fact(entry: Input) -> Fact:
         return Fact(Replicate(), free)
     size = entry.value.shape[dims[0]]
     if entry.kind != "input" or len(dims) > 1 or not isinstance(size, Size) or size.constant:
-        shape = ", ".join(size.text("batch") if isinstance(size, Size) else str(size) for size in entry.value.shape)
         raise CaptureError(
-            f"the {entry.kind} {entry.target!r} has shape [{shape}]: one dim of an input may be the batch, and none of "
-            "anything else. Say which dim holds the samples, batch={name: dim or None}"
+            f"the {entry.kind} {entry.target!r} has shape [{_shape(entry.value.shape)}]: one dim of an input may be "
+            "the batch, and none of anything else. Say which dim holds the samples, batch={name: dim or None}"
         )
     return Fact(Shard(dims[0]), free)

@@ -33,7 +33,7 @@ def segment(captured: Captured, *, cuts: Sequence[str] = ()) -> Segmented:
     Raises ValueError if a name in `cuts` is no module that computes anything.
     """
     forward = [node for node in captured.nodes if not node.backward]
-    labels = _labels(forward, tuple(cuts))
+    labels = _with_parameters(_labels(forward, tuple(cuts)), forward, captured)
     names, number = _runs(labels, tuple(cuts))
     _check_cuts(cuts, names)
     home = {name: number[i] for i, node in enumerate(forward) for name in node.names()}
@@ -80,6 +80,18 @@ def _labels(forward: list[Node], cuts: tuple[str, ...]) -> list[str | None]:
 
     memo = {path: label(path) for path in {node.module for node in forward}}
     return [memo[node.module] for node in forward]
+
+
+def _with_parameters(labels: list[str | None], forward: list[Node], captured: Captured) -> list[str | None]:
+    """Between modules, a node that is the first to read a parameter is labelled by it: ``x @ self.weights[3]``."""
+    targets = {item.value.name: item.target for item in captured.of_kind("parameter")}
+    found: list[str | None] = []
+    seen: set[str] = set()
+    for label, node in zip(labels, forward, strict=True):
+        fresh = [targets[name] for name in node.refs() if name in targets and name not in seen]
+        found.append(fresh[0] if not label and fresh else label or None)
+        seen.update(node.refs())
+    return found
 
 
 def _around(path: str) -> list[str]:

@@ -57,7 +57,7 @@ def spatial(rank: int, shaped: str, *linear: str) -> Family:
 
 
 def _resample(kind: str, rank: int) -> dict[str, Family]:
-    name = f"{kind}{rank}d"
+    name = kind if kind.endswith("aa") else f"{kind}{rank}d"
     return {
         f"{name}.default": spatial(rank, "self", "self"),
         f"{name}.vec": spatial(rank, "input", "input"),
@@ -96,6 +96,20 @@ def _im2col(call: Call) -> Rule:
     return loops(call, f"self:{columns}", blocked="klxy", linear=["self"], known={"k": height * width})
 
 
+def _grid(rank: int, backward: bool) -> Family:
+    """``grid_sampler``: channels are free in the image, and summed over in the gradient of the places."""
+    image, places = _IN[:rank], _OUT[:rank]
+    spec = f"input:nc{image} grid:n{places}k -> nc{places}"
+    if backward:
+        spec = f"grad_output:nc{places} input:nc{image} grid:n{places}k -> nc{image}, n{places}k"
+
+    def family(call: Call) -> Rule:
+        return loops(call, spec, blocked=f"{_SPATIAL}k", linear=["grad_output" if backward else "input"], unread=unread)
+
+    unread = [(0, "input")] if backward else []
+    return family
+
+
 RULES: Mapping[str, Family] = {
     "convolution": _convolution,
     "convolution_backward": _convolution_backward,
@@ -106,7 +120,12 @@ RULES: Mapping[str, Family] = {
     **_resample("upsample_linear", 1),
     **_resample("upsample_bilinear", 2),
     **_resample("upsample_bicubic", 2),
+    **_resample("_upsample_bilinear2d_aa", 2),
+    **_resample("_upsample_bicubic2d_aa", 2),
     **_resample("upsample_trilinear", 3),
+    **{f"grid_sampler_{rank}d": _grid(rank, False) for rank in (2, 3)},
+    **{f"grid_sampler_{rank}d_backward": _grid(rank, True) for rank in (2, 3)},
+    "max_unpool2d": spatial(2, "self", "self"),
     "im2col": _im2col,
     "col2im": _im2col,
 }

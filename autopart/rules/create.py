@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from autopart.rules.factor import Call, Draft, Family, Rule, each
+from autopart.ir.graph import Dim
+from autopart.rules.factor import Call, Draft, Family, Product, Rule, each, times
 
 
 def _filled(call: Call) -> Rule:
@@ -28,10 +29,29 @@ def _drawn(call: Call) -> Rule:
     return draft.rule(call, operands, [dims], sizes=sizes)
 
 
+def _strided(call: Call) -> Rule:
+    """Row-major tensors without content, whose strides are products of the later sizes; others cannot be split."""
+    size, stride = tuple(call.args["size"]), tuple(call.args["stride"])
+    draft = Draft()
+    dims = draft.dims(size)
+    operands = {operand.slot: draft.fixed(operand.value.shape) for operand in call.operands}
+    sizes = {f"size.{i}": dim for i, dim in enumerate(dims)}
+    elements: Dim | None = 1
+    inner: Product = ()
+    for i in reversed(range(len(size))):
+        if size[i] != 1 and stride[i] != elements:
+            return _counted(call)
+        sizes[f"stride.{i}"] = inner
+        elements, inner = None if elements is None else times(elements, size[i]), dims[i] + inner
+    return draft.rule(call, operands, [dims], sizes=sizes, shape_only=tuple(operands))
+
+
 def _counted(call: Call) -> Rule:
     result = call.results[0]
     draft = Draft()
-    return draft.rule(call, {}, [None if result is None else draft.fixed(result.shape)])
+    operands = {operand.slot: draft.fixed(operand.value.shape) for operand in call.operands}
+    dims = None if result is None else draft.fixed(result.shape)
+    return draft.rule(call, operands, [dims], shape_only=tuple(operands))
 
 
 def _scalar(call: Call) -> Rule:
@@ -41,6 +61,7 @@ def _scalar(call: Call) -> Rule:
 RULES: Mapping[str, Family] = {
     **each("full zeros ones empty rand randn new_full new_zeros new_ones new_empty", _filled),
     **each("arange linspace eye randperm", _counted),
+    **each("empty_strided new_empty_strided", _strided),
     "scalar_tensor": _scalar,
     **each("autopart.uniform autopart.normal autopart.bernoulli", _drawn),
 }

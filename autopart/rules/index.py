@@ -127,6 +127,31 @@ def _index_put(call: Call) -> Rule:
     return draft.rule(call, operands, [own], linear=["self values"])
 
 
+def _buckets(call: Call) -> Rule:
+    """``bucketize``: every element by itself, among all of the boundaries."""
+    draft = Draft()
+    own = draft.dims(call.shape("self")) if call.has("self") else ()
+    operands = {
+        operand.slot: own if operand.slot == "self" else draft.fixed(operand.value.shape) for operand in call.operands
+    }
+    return draft.rule(call, operands, [own])
+
+
+def _sorted_places(call: Call) -> Rule:
+    """``searchsorted``: rows of their own sorted sequences, or one sequence for all."""
+    if call.ndim("sorted_sequence") == 1:
+        return loops(call, "sorted_sequence:s sorter:s self:* -> *", blocked="s")
+    return loops(call, "sorted_sequence:*s sorter:*s self:*k -> *k", blocked="s")
+
+
+def _index_fill(call: Call) -> Rule:
+    shape = call.shape("self")
+    draft = Draft()
+    own = draft.dims(shape, blocked=(wrap(call.args["dim"], len(shape)),))
+    operands: dict[str, Dims] = {operand.slot: draft.fixed(operand.value.shape) for operand in call.operands}
+    return draft.rule(call, {**operands, "self": own}, [own], linear=["self value"])
+
+
 RULES: Mapping[str, Family] = {
     "embedding": _embedding,
     "embedding_dense_backward": _embedding_backward,
@@ -137,6 +162,9 @@ RULES: Mapping[str, Family] = {
     "index_select": _index_select,
     "index_add": _index_add,
     "index_copy": _index_copy,
+    "index_fill": _index_fill,
+    "bucketize": _buckets,
+    "searchsorted": _sorted_places,
     **each("index _unsafe_index", _index),
     **each("index_put _unsafe_index_put", _index_put),
 }

@@ -317,6 +317,45 @@ def _diagonal(call: Call) -> Rule:
     return draft.rule(call, {"self": own}, [(*(d for i, d in enumerate(own) if i not in pair), last)], linear=SELF)
 
 
+def _diag_embed(call: Call) -> Rule:
+    """The last dim becomes the diagonal of two new dims."""
+    shape, result = call.shape("self"), call.results[0]
+    pair = {wrap(call.args.get(name, default), len(shape) + 1) for name, default in (("dim1", -2), ("dim2", -1))}
+    draft = Draft()
+    own = draft.dims(shape, blocked=(len(shape) - 1,))
+    rest = iter(own[:-1])
+    size = 1 if result is None else result.shape[min(pair)]
+    out = tuple(draft.new(size, blocked=True) if i in pair else next(rest) for i in range(len(shape) + 1))
+    return draft.rule(call, {"self": own}, [out], linear=SELF)
+
+
+def _windows(call: Call, slot: str, place: int, length: Dim, count: Dim) -> tuple[Draft, Dims, Dims]:
+    """The dims of a tensor whose dim `place` has `length` elements, and of `count` windows on it (the last dim)."""
+    draft = Draft()
+    shape = call.shape(slot)[:-1] if slot == "grad_in" else call.shape(slot)
+    lead, tail = draft.dims(shape[:place]), draft.dims(shape[place + 1 :])
+    whole = (*lead, draft.new(length, blocked=True), *tail)
+    spread = (*lead, draft.new(count, blocked=True), *tail, draft.new(call.args["size"], blocked=True))
+    return draft, whole, spread
+
+
+def _unfold(call: Call) -> Rule:
+    """Windows along a dim, which is blocked."""
+    shape, result = call.shape("self"), call.results[0]
+    place = wrap(call.args["dimension"], len(shape))
+    draft, whole, spread = _windows(call, "self", place, shape[place], 1 if result is None else result.shape[place])
+    return draft.rule(call, {"self": whole}, [spread], linear=SELF)
+
+
+def _unfold_backward(call: Call) -> Rule:
+    asked = call.args["input_sizes"]
+    place = wrap(call.args["dim"], len(asked))
+    count = call.shape("grad_in")[place]
+    draft, whole, spread = _windows(call, "grad_in", place, asked[place], count)
+    sizes = {f"input_sizes.{i}": dim for i, dim in enumerate(whole)}
+    return draft.rule(call, {"grad_in": spread}, [whole], linear=["grad_in"], sizes=sizes)
+
+
 def _shuffle(call: Call) -> Rule:
     """``pixel_shuffle``: [.., c r r, h, w] to [.., c, h r, w r]; ``pixel_unshuffle`` is its inverse."""
     inverse = call.op.overloadpacket.__name__ == "pixel_unshuffle"
@@ -355,7 +394,7 @@ def _select_scatter(call: Call) -> Rule:
 RULES: Mapping[str, Family] = {
     **each("view.default _unsafe_view reshape _reshape_copy", _view),
     **each("permute t transpose", _permute),
-    **each("split split_with_sizes", _parts),
+    **each("split split_with_sizes unsafe_split unsafe_split_with_sizes", _parts),
     **each("select unbind", _select),
     **each("triu tril", _triangle),
     **each("pixel_shuffle pixel_unshuffle", _shuffle),
@@ -379,4 +418,8 @@ RULES: Mapping[str, Family] = {
     "argsort": _blocking("dim"),
     "constant_pad_nd": _pad,
     "diagonal": _diagonal,
+    "diag_embed": _diag_embed,
+    "unfold": _unfold,
+    "unfold_backward": _unfold_backward,
+    **each("cummax cummin", _blocking("dim")),
 }

@@ -11,8 +11,10 @@ from autopart.rules import (
     contract,
     conv,
     create,
+    fourier,
     gated,
     index,
+    linalg,
     loss,
     norm,
     pointwise,
@@ -24,7 +26,22 @@ from autopart.rules.factor import Family, Rule, bind
 
 FAMILIES: tuple[Mapping[str, Family], ...] = tuple(
     module.RULES
-    for module in (attention, contract, conv, create, gated, index, loss, norm, pointwise, reduce, shape, softmax)
+    for module in (
+        attention,
+        contract,
+        conv,
+        create,
+        fourier,
+        gated,
+        index,
+        linalg,
+        loss,
+        norm,
+        pointwise,
+        reduce,
+        shape,
+        softmax,
+    )
 )
 """Every family's rules: by the operator's name, or ``name.overload`` where its overloads differ."""
 

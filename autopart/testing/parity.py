@@ -46,8 +46,15 @@ class Sliced:
     averaged, others the largest.
     """
 
-    def __init__(self, module: torch.nn.Module, ranks: int, microbatches: int, weight: Weight | None = None) -> None:
-        self.module, self.ranks, self.microbatches, self.weight = module, ranks, microbatches, weight
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        ranks: int,
+        microbatches: int,
+        weight: Weight | None = None,
+        batch: Mapping[str, int | None] | None = None,
+    ) -> None:
+        self.module, self.ranks, self.microbatches, self.weight, self.batch = module, ranks, microbatches, weight, batch
         self.parameters, self.named_parameters = module.parameters, module.named_parameters
         self.state_dict, self.named_buffers = module.state_dict, module.named_buffers
 
@@ -69,11 +76,15 @@ class Sliced:
         return total
 
     def _weight(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> float:
-        return float(read(self.module, args, kwargs).batch if self.weight is None else self.weight(args, kwargs))
+        return float(
+            read(self.module, args, kwargs, batch=self.batch).batch
+            if self.weight is None
+            else self.weight(args, kwargs)
+        )
 
     def _cut(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], count: int) -> list[tuple[Any, Any]]:
         """The call in `count` pieces, larger ones first."""
-        call = read(self.module, args, kwargs)
+        call = read(self.module, args, kwargs, batch=self.batch)
         columns = [
             [leaf] * count if dim is None else torch.tensor_split(leaf, count, dim)
             for leaf, dim in zip(call.leaves, call.dims, strict=True)
@@ -97,6 +108,7 @@ def assert_parity(
     max_norm: float = 0.5,
     tolerance: float | None = None,
     capture: str = "direct",
+    batch: Mapping[str, int | None] | None = None,
     batches: Callable[[int], tuple[tuple[Any, ...], Mapping[str, Any]]] | None = None,
     semantics: str = "exact",
     weight: Weight | None = None,
@@ -109,9 +121,10 @@ def assert_parity(
     loss, the raw gradient of every parameter and the clipped norm of each of `steps` steps, and every parameter after
     them; per tensor ``||a - b|| <= tolerance * max(||b||, largest ||b|| / 1000)``. The tolerance is 1e-9, or 1e-6
     where the model itself computes in float32 although its parameters are float64. Random operations draw on one device
-    what they draw in parts (`reference_random`). `plan` may be a Program (an edited
-    one, say); without it, `pins` go to `autopart.plan`. ``batches(step)`` gives other data than `args` and `kwargs`
-    for each step, of any batch size. `loss` makes the loss of what a module without one returns.
+    what they draw in parts (`reference_random`). `plan` may be a Program (an edited one, say); without it, `pins` go to
+    `autopart.plan`. `batch` names batch dims that are not 0, as `parallelize` takes it. ``batches(step)`` gives other
+    data than `args` and `kwargs` for each step, of any batch size. `loss` makes the loss of what a module without one
+    returns.
 
     With semantics "accumulate" the other side is the plain module fed slice by slice (see `Sliced`, also for `weight`),
     and buffers are compared too.
@@ -119,8 +132,8 @@ def assert_parity(
     Raises AssertionError naming the first thing that differs, with both values.
     """
     model, args, kwargs = _double(copy.deepcopy(model)), _double(args), _double(dict(kwargs or {}))
-    pins = {**pins, "semantics": semantics}
-    program = plan if isinstance(plan, Program) else _compiled(model, args, kwargs, plan, capture, pins)
+    meaning: dict[str, Any] = {"capture": capture, "batch": batch, "semantics": semantics}
+    program = plan if isinstance(plan, Program) else _compiled(model, args, kwargs, plan, meaning, pins)
     if tolerance is None:
         narrow = {value.dtype for value in program.captured.values()} & {torch.float32, torch.bfloat16, torch.float16}
         tolerance = 1e-6 if narrow else 1e-9
@@ -130,12 +143,12 @@ def assert_parity(
 
     plain: Any = copy.deepcopy(model)
     if semantics == "accumulate":
-        plain = Sliced(plain, program.plan.mesh.degree("dp"), program.plan.microbatches, weight)
+        plain = Sliced(plain, program.plan.mesh.degree("dp"), program.plan.microbatches, weight, batch)
     with reference_random() if program.captured.of_kind("random") else contextlib.nullcontext():
         expected = train(plain, data, steps, optimizer, max_norm, loss)
 
     def rank_main(rank: int) -> Trajectory:
-        mine = parallelize(copy.deepcopy(model), plan=program, verify=False, capture=capture, semantics=semantics)
+        mine = parallelize(copy.deepcopy(model), plan=program, verify=False, **meaning)
         return train(mine, data, steps, optimizer, max_norm, loss)
 
     for rank, found in enumerate(LocalWorld(program.plan.mesh.size).run(rank_main)):
@@ -208,11 +221,11 @@ def _compiled(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     given: Plan | None,
-    capture: str,
+    meaning: Mapping[str, Any],
     pins: Mapping[str, Any],
 ) -> Program:
-    made = plan(model, args, kwargs, capture=capture, **pins) if given is None else given
-    return compile(model, made, args, kwargs, capture=capture, semantics=pins["semantics"])
+    made = plan(model, args, kwargs, **meaning, **pins) if given is None else given
+    return compile(model, made, args, kwargs, **meaning)
 
 
 def _gradients(model: Any) -> Mapping[str, torch.Tensor]:

@@ -91,8 +91,8 @@ def decoder_2_backward(b, B, dx, x, weight, bias):
     t_1 = aten.t.default(dx)
     mm_1 = aten.mm.default(t_1, x)
     sum = aten.sum.dim_IntList(dx, [0], True)
-    view = aten.view.default(sum, [4])
-    return mm, (mm_1, view)
+    reshape = aten.reshape.default(sum, [4])
+    return mm, (mm_1, reshape)
 
 
 def output_forward(b, B, x, labels, mask, sum_2):
