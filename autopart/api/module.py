@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+import os
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from autopart import _torch
 from autopart.api.options import Options
 from autopart.api.session import NO_TARGET, Session
 from autopart.cluster import Cluster
@@ -16,7 +17,8 @@ from autopart.ir.mesh import Mesh
 from autopart.ir.placement import Placement
 from autopart.ir.plan import Plan
 from autopart.ir.program import Program
-from autopart.runtime import clipping, guards
+from autopart.runtime import clipping, guards, loading, optimizers
+from autopart.runtime.construction import Construction
 from autopart.runtime.report import Report
 
 
@@ -44,6 +46,7 @@ class Parallel(torch.nn.Module):
         if self._autopart.residence is not None:
             clipping.watch(self._autopart.residence)
             guards.watch(self._autopart.residence)
+            optimizers.watch(self._autopart.residence)
         return result
 
     @property
@@ -69,17 +72,12 @@ class Parallel(torch.nn.Module):
             return torch.nn.utils.clip_grad_norm_(self.parameters(), max_norm, norm_type)
         return clipping.clip(residence, self.parameters(), max_norm, norm_type)
 
-    def full_state_dict(self) -> dict[str, torch.Tensor]:
+    def full_state_dict(self) -> dict[str, Any]:
         """The original ``state_dict()``: every key, whole tensors, on CPU, on every rank. Collective."""
-        local: dict[str, Any] = torch.nn.Module.state_dict(self)
+        local: dict[str, Any] = super().state_dict()
         residence = self._autopart.residence
-        if residence is None:
-            return {
-                name: value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value
-                for name, value in local.items()
-            }
-        whole = residence.gather({n: p.data for n, p in residence.parameters.items()})
-        tied = residence.tied
+        whole = {} if residence is None else residence.gather({n: p.data for n, p in residence.parameters.items()})
+        tied = {} if residence is None else residence.tied
         return {
             name: whole[tied[name]].clone()
             if name in tied
@@ -102,45 +100,45 @@ class Parallel(torch.nn.Module):
         """As the module's own; on a rank that holds parts, whole tensors on CPU under its names (collective)."""
         if self._autopart.residence is None:
             return super().state_dict(*args, **kwargs)
-        prefix = kwargs.get("prefix", "")
-        return OrderedDict((prefix + name, value) for name, value in self.full_state_dict().items())
+        given = dict(zip(("destination", "prefix", "keep_vars"), args, strict=False)) | kwargs
+        made = given.get("destination")
+        made = OrderedDict() if made is None else made
+        made.update((given.get("prefix", "") + name, value) for name, value in self.full_state_dict().items())
+        return made
 
-    def local_state_dict(self) -> dict[str, torch.Tensor]:
+    def local_state_dict(self) -> dict[str, Any]:
         """The parts that this rank holds, under the original names."""
-        local: dict[str, torch.Tensor] = torch.nn.Module.state_dict(self)
+        local: dict[str, Any] = super().state_dict()
         return local
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load whole tensors under the original names; each rank keeps its parts.
+        """Load whole tensors under the original names; each rank keeps its parts. Collective once parameters are parts.
 
-        Raises RuntimeError as ``nn.Module`` does: for missing or unexpected names when `strict`, for other shapes
-        always.
+        Returns the missing and the unexpected keys. Raises RuntimeError on every rank, before anything changes, for
+        those when `strict`, and for other shapes always. Raises ValueError for `assign` once parameters are parts, and
+        where ranks bring different values.
         """
         residence = self._autopart.residence
         if residence is None:
             return super().load_state_dict(state_dict, strict=strict, assign=assign)
-        expected: dict[str, Any] = torch.nn.Module.state_dict(self)
-        missing = [name for name in expected if name not in state_dict]
-        unexpected = [name for name in state_dict if name not in expected]
-        problems = [f"Missing key(s): {', '.join(missing)}."] if strict and missing else []
-        problems += [f"Unexpected key(s): {', '.join(unexpected)}."] if strict and unexpected else []
-        shapes = {p.target: p.shape for unit in residence.state.units for p in unit.parameters}
-        for name in set(expected) & set(state_dict):
-            shape = shapes.get(residence.tied.get(name, name), tuple(expected[name].shape))
-            if tuple(state_dict[name].shape) != tuple(shape):
-                problems.append(
-                    f"size mismatch for {name}: {tuple(state_dict[name].shape)}, the module has {tuple(shape)}."
-                )
-        if problems:
-            raise RuntimeError(f"Error(s) in loading state_dict for {type(self).__name__}: " + " ".join(problems))
-        with torch.no_grad():
-            residence.load(
-                {residence.tied[n]: state_dict[n] for n in expected if n in state_dict and n in residence.tied}
-            )
-            for name, buffer in self.named_buffers():
-                if name in state_dict:
-                    buffer.copy_(state_dict[name])
-        return _torch.IncompatibleKeys(missing, unexpected)
+        return loading.load(self, self._autopart.plain, residence, state_dict, strict=strict, assign=assign)
+
+    def __copy__(self) -> Any:
+        made = type(self).__new__(type(self))
+        made.__dict__.update(self.__dict__)
+        return made
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        made = type(self).__new__(type(self))
+        memo[id(self)] = made
+        made.__dict__.update({name: copy.deepcopy(value, memo) for name, value in self.__dict__.items()})
+        return made
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            f"{type(self).__name__} is parallelised and cannot be pickled: it belongs to its process and its world; "
+            "save model.state_dict() (on every rank; write it on one), or use autopart.save(folder, model, optimizer)"
+        )
 
 
 def parallelize(
@@ -152,6 +150,7 @@ def parallelize(
     batch: Mapping[str, int | None] | None = None,
     capture: str = "compile",
     hooks: str = "refuse",
+    weights: str | os.PathLike[str] | None = None,
     plan: Plan | Program | None = None,
     verify: bool = True,
     mesh: Mapping[str, int] | Mesh | None = None,
@@ -171,7 +170,10 @@ def parallelize(
     `placement`, `schedule`, `microbatches`) is solved for at the first call; `plan` pins everything; a Program there,
     which may have been edited, is verified and run. `loss_fn(output, target)` serves modules that return outputs
     (`train_step`). `batch` maps input names to their batch dim, or None for inputs that are not split. `memory` is
-    the limit per device, such as ``"16GiB"``. `capture` is "compile" (through torch.compile) or "direct".
+    the limit per device, such as ``"16GiB"``. `weights` is a safetensors file, or a folder of them, from which
+    parameters on meta are read, each rank its part, at the first call; without it a class whose constructor ran under
+    ``torch.device("meta")`` gets the initial values of a plain build with the same seed. `capture` is "compile"
+    (through torch.compile) or "direct".
 
     Raises TypeError or ValueError for bad arguments at once; CaptureError or PlanInfeasible at the first call.
     """
@@ -182,6 +184,7 @@ def parallelize(
         batch=batch,
         capture=capture,
         hooks=hooks,
+        weights=weights,
         plan=plan,
         verify=verify,
         mesh=mesh,
@@ -211,8 +214,14 @@ def _parallelized(target: Any, options: Options) -> Any:
 
 def _class_of(plain: type[torch.nn.Module], options: Options) -> type[torch.nn.Module]:
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        plain.__init__(self, *args, **kwargs)
-        self._autopart = Session(plain, options)
+        session = Session(plain, options)
+        if torch.get_default_device().type == "meta":
+            session.construction = Construction()
+            with session.construction.recording(self):
+                plain.__init__(self, *args, **kwargs)
+        else:
+            plain.__init__(self, *args, **kwargs)
+        self._autopart = session
 
     return _subclass(plain, {"__init__": __init__})
 
