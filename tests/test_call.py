@@ -102,7 +102,9 @@ def test_resized_repeats_samples() -> None:
     (xs, ys), kwargs = other.unflatten()
     assert other.batch == 5 and kwargs == {"k": 7}
     assert torch.equal(xs, x[[0, 1, 2, 0, 1]]) and torch.equal(ys, y[:, [0, 1, 2, 0, 1]])
-    assert not xs.requires_grad
+    assert xs.is_leaf and xs.requires_grad and not ys.requires_grad
+    with torch.no_grad():
+        assert not made.resized(5).unflatten()[0][0].requires_grad
     same = made.resized(3).unflatten()[0][0]
     assert torch.equal(same, x) and same.data_ptr() != x.data_ptr()
 
