@@ -777,3 +777,34 @@ def test_the_same_on_processes() -> None:
     expected = accumulating(reference)
     for found in launch(on_processes, 2, timeout=100).values:
         assert_same(found, [*expected, {"scale": torch.tensor(128.0)}, weights(reference)])
+
+
+class Outputs(nn.Module):
+    """A model that leaves the loss to the loop."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 6), nn.Linear(6, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.tanh(self.up(x)))
+
+
+def test_no_sync_without_a_loss() -> None:
+    def loop(model: Any) -> list[dict[str, torch.Tensor]]:
+        for step in range(2):
+            x, y = batch(step)
+            with model.no_sync() if step == 0 and hasattr(model, "no_sync") else contextlib.nullcontext():
+                ((model(x) - y) ** 2).mean().backward()
+        return [grads(model)]
+
+    compare(loop, "fsdp", Outputs, whole=True)
+
+
+def test_no_sync_where_a_shared_weight_is_reduced_over_both_axes() -> None:
+    pins: dict[str, Any] = {"mesh": {"pp": 2, "dp": 2}, "placement": "fsdp", "microbatches": 2}
+    expected = accumulating(plain(Tied))
+    for found in LocalWorld(4).run(
+        lambda rank: accumulating(autopart.parallelize(plain(Tied), capture="direct", verify=False, **pins))
+    ):
+        assert_same(found, expected)
