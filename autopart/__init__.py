@@ -1,7 +1,7 @@
 """autopart: a compiler that places a PyTorch training step on many devices, and shows the program each rank runs."""
 
 from autopart import schedules, testing
-from autopart.api import compile, parallelize, plan
+from autopart.api import compile, load, parallelize, plan, save
 from autopart.cluster import Cluster
 from autopart.errors import AutopartError, CaptureError, PlanInfeasible, RankFailure, VerificationError
 from autopart.ir.placement import Placement
@@ -20,8 +20,10 @@ __all__ = [
     "RankFailure",
     "VerificationError",
     "compile",
+    "load",
     "parallelize",
     "plan",
+    "save",
     "schedules",
     "testing",
     "verify",

@@ -25,13 +25,17 @@ __all__ = [
     "in_backward",
     "intercept_loops",
     "is_fake",
+    "is_mutable",
     "is_traced",
     "joint_graph",
     "masks_as_given",
     "no_global_hooks",
     "pytree",
     "quiet",
+    "storage_key",
+    "truncated_normal_by",
     "without_checkpoints",
+    "without_modes",
 ]
 
 OpOverload = torch._ops.OpOverload
@@ -67,7 +71,10 @@ def fake_mode() -> Any:
     """A mode in which tensors have shapes but no data; real ones met in it are let in."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    return FakeTensorMode(allow_non_fake_inputs=True)
+    mode: Any = FakeTensorMode(allow_non_fake_inputs=True)
+    # A deep copy of a fake tensor copies its attributes; in a mode of its own it would have no views.
+    mode.__deepcopy__ = lambda memo: mode
+    return mode
 
 
 def is_fake(tensor: torch.Tensor) -> bool:
@@ -75,6 +82,17 @@ def is_fake(tensor: torch.Tensor) -> bool:
     from torch._subclasses.fake_tensor import FakeTensor
 
     return isinstance(tensor, FakeTensor)
+
+
+def is_mutable(operator: Any) -> bool:
+    """Whether an aten operator writes to one of its operands."""
+    return bool(operator._schema.is_mutable)
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """What tells a tensor's storage from any other that is alive, on meta too, where no address does."""
+    key: int = tensor.untyped_storage()._cdata
+    return key
 
 
 def joint_graph(
@@ -121,6 +139,27 @@ def without_checkpoints() -> Iterator[None]:
     finally:
         for name, value in before.items():
             setattr(module, name, value)
+
+
+@contextlib.contextmanager
+def without_modes() -> Iterator[None]:
+    """Tensor operations run for real, whatever dispatch modes are on."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    with _disable_current_modes():
+        yield
+
+
+@contextlib.contextmanager
+def truncated_normal_by(draw: Callable[..., Any]) -> Iterator[None]:
+    """``torch.nn.init.trunc_normal_`` calls ``draw(original, tensor, ...)``: it looks at the values that it drew."""
+    init: Any = torch.nn.init
+    original = init._no_grad_trunc_normal_
+    init._no_grad_trunc_normal_ = functools.partial(draw, original)
+    try:
+        yield
+    finally:
+        init._no_grad_trunc_normal_ = original
 
 
 def is_traced(tensor: torch.Tensor) -> bool:

@@ -1,6 +1,7 @@
-"""The public functions: `plan`, `compile` and `parallelize`."""
+"""The public functions: `plan`, `compile`, `parallelize`, `save` and `load`."""
 
 from autopart.api.compiler import compile, plan
 from autopart.api.module import parallelize
+from autopart.api.saving import load, save
 
-__all__ = ["compile", "parallelize", "plan"]
+__all__ = ["compile", "load", "parallelize", "plan", "save"]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from autopart import _torch
 from autopart.api.options import Options
 from autopart.api.plain import check_root_hooks
 from autopart.api.session import NO_TARGET, Session
@@ -18,7 +19,8 @@ from autopart.ir.mesh import Mesh
 from autopart.ir.placement import Placement
 from autopart.ir.plan import Plan
 from autopart.ir.program import Program
-from autopart.runtime import guards
+from autopart.runtime import guards, loading, optimizers
+from autopart.runtime.construction import Construction
 from autopart.runtime.report import Report
 
 
@@ -49,6 +51,7 @@ class Parallel(torch.nn.Module):
         result = self._autopart.call(self, args, kwargs, target)
         if self._autopart.residence is not None:
             guards.watch(self._autopart.residence)
+            optimizers.watch(self._autopart.residence)
         return result
 
     @contextlib.contextmanager
@@ -86,17 +89,12 @@ class Parallel(torch.nn.Module):
         """Scale the gradients so that their norm over the whole model is at most `max_norm`; return it as it was."""
         return torch.nn.utils.clip_grad_norm_(self.parameters(), max_norm, norm_type)
 
-    def full_state_dict(self) -> dict[str, torch.Tensor]:
+    def full_state_dict(self) -> dict[str, Any]:
         """The original ``state_dict()``: every key, whole tensors, on CPU, on every rank. Collective."""
-        local: dict[str, Any] = torch.nn.Module.state_dict(self)
+        local: dict[str, Any] = super().state_dict()
         residence = self._autopart.residence
-        if residence is None:
-            return {
-                name: value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value
-                for name, value in local.items()
-            }
-        whole = residence.gather({n: p.data for n, p in residence.parameters.items()})
-        tied = residence.tied
+        whole = {} if residence is None else residence.gather({n: p.data for n, p in residence.parameters.items()})
+        tied = {} if residence is None else residence.tied
         return {
             name: whole[tied[name]].clone()
             if name in tied
@@ -119,47 +117,45 @@ class Parallel(torch.nn.Module):
         """As the module's own; on a rank that holds parts, whole tensors on CPU under its names (collective)."""
         if self._autopart.residence is None:
             return super().state_dict(*args, **kwargs)
-        prefix, destination = kwargs.get("prefix", ""), kwargs.get("destination")
-        destination = OrderedDict() if destination is None else destination  # that of a module around this one
-        destination.update((prefix + name, value) for name, value in self.full_state_dict().items())
-        return destination
+        given = dict(zip(("destination", "prefix", "keep_vars"), args, strict=False)) | kwargs
+        made = given.get("destination")
+        made = OrderedDict() if made is None else made
+        made.update((given.get("prefix", "") + name, value) for name, value in self.full_state_dict().items())
+        return made
 
-    def local_state_dict(self) -> dict[str, torch.Tensor]:
+    def local_state_dict(self) -> dict[str, Any]:
         """The parts that this rank holds, under the original names."""
-        local: dict[str, torch.Tensor] = torch.nn.Module.state_dict(self)
+        local: dict[str, Any] = super().state_dict()
         return local
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load whole tensors under the original names; each rank keeps its parts.
+        """Load whole tensors under the original names; each rank keeps its parts. Collective once parameters are parts.
 
-        Raises RuntimeError as ``nn.Module`` does: for missing or unexpected names when `strict`, for other shapes
-        always.
+        Returns the missing and the unexpected keys. Raises RuntimeError on every rank, before anything changes, for
+        those when `strict`, and for other shapes always. Raises ValueError for `assign` once parameters are parts, and
+        where ranks bring different values.
         """
         residence = self._autopart.residence
         if residence is None:
             return super().load_state_dict(state_dict, strict=strict, assign=assign)
-        expected: dict[str, Any] = torch.nn.Module.state_dict(self)
-        missing = [name for name in expected if name not in state_dict]
-        unexpected = [name for name in state_dict if name not in expected]
-        problems = [f"Missing key(s): {', '.join(missing)}."] if strict and missing else []
-        problems += [f"Unexpected key(s): {', '.join(unexpected)}."] if strict and unexpected else []
-        shapes = {p.target: p.shape for unit in residence.state.units for p in unit.parameters}
-        for name in set(expected) & set(state_dict):
-            shape = shapes.get(residence.tied.get(name, name), tuple(expected[name].shape))
-            if tuple(state_dict[name].shape) != tuple(shape):
-                problems.append(
-                    f"size mismatch for {name}: {tuple(state_dict[name].shape)}, the module has {tuple(shape)}."
-                )
-        if problems:
-            raise RuntimeError(f"Error(s) in loading state_dict for {type(self).__name__}: " + " ".join(problems))
-        with torch.no_grad():
-            residence.load(
-                {residence.tied[n]: state_dict[n] for n in expected if n in state_dict and n in residence.tied}
-            )
-            for name, buffer in self.named_buffers():
-                if name in state_dict:
-                    buffer.copy_(state_dict[name])
-        return _torch.IncompatibleKeys(missing, unexpected)
+        return loading.load(self, self._autopart.plain, residence, state_dict, strict=strict, assign=assign)
+
+    def __copy__(self) -> Any:
+        made = type(self).__new__(type(self))
+        made.__dict__.update(self.__dict__)
+        return made
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        made = type(self).__new__(type(self))
+        memo[id(self)] = made
+        made.__dict__.update({name: copy.deepcopy(value, memo) for name, value in self.__dict__.items()})
+        return made
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            f"{type(self).__name__} is parallelised and cannot be pickled: it belongs to its process and its world; "
+            "save model.state_dict() (on every rank; write it on one), or use autopart.save(folder, model, optimizer)"
+        )
 
 
 def parallelize(
@@ -173,6 +169,7 @@ def parallelize(
     capture: str = "compile",
     hooks: str = "refuse",
     outputs: str | None = None,
+    weights: str | os.PathLike[str] | None = None,
     plan: Plan | Program | None = None,
     verify: bool = True,
     mesh: Mapping[str, int] | Mesh | None = None,
@@ -198,7 +195,10 @@ def parallelize(
     What the model puts into ``torch.utils.checkpoint`` is recomputed in any case. `semantics` is "exact" (the whole
     batch on one device; what couples its samples is refused) or "accumulate" (a BatchNorm, say, sees a microbatch of
     one data rank, as in gradient accumulation). ``outputs="all"`` gives every rank the outputs beside the loss, whole;
-    otherwise they are None where not made. `capture` is "compile" (through torch.compile) or "direct".
+    otherwise they are None where not made. `weights` is a safetensors file, or a folder of them, from which parameters
+    on meta are read, each rank its part, at the first call; without it a class whose constructor ran under
+    ``torch.device("meta")`` gets the initial values of a plain build with the same seed. `capture` is "compile"
+    (through torch.compile) or "direct".
 
     Raises TypeError or ValueError for bad arguments at once; CaptureError or PlanInfeasible at the first call.
     """
@@ -211,6 +211,7 @@ def parallelize(
         capture=capture,
         hooks=hooks,
         outputs=outputs,
+        weights=weights,
         plan=plan,
         verify=verify,
         mesh=mesh,
@@ -241,8 +242,15 @@ def _parallelized(target: Any, options: Options) -> Any:
 
 def _class_of(plain: type[torch.nn.Module], options: Options) -> type[torch.nn.Module]:
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        plain.__init__(self, *args, **kwargs)
+        if torch.get_default_device().type == "meta":
+            construction = Construction()
+            with construction.recording(self):
+                plain.__init__(self, *args, **kwargs)
+        else:
+            construction = None
+            plain.__init__(self, *args, **kwargs)
         self._autopart = Session(plain, options, self)
+        self._autopart.construction = construction
 
     return _subclass(plain, {"__init__": __init__})
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +30,7 @@ class Options:
     capture: str = "compile"
     hooks: str = "refuse"
     outputs: str | None = None
+    weights: str | os.PathLike[str] | None = None
     plan: Plan | Program | None = None
     verify: bool = True
     mesh: Mapping[str, int] | Mesh | None = None
@@ -48,6 +50,8 @@ class Options:
         _one_of("outputs", self.outputs, (None, "all"))
         if self.loss_fn is not None and not callable(self.loss_fn):
             raise TypeError(f"loss_fn: expected a function of (output) or (output, target), not {self.loss_fn!r}")
+        if self.weights is not None and not isinstance(self.weights, str | os.PathLike):
+            raise TypeError(f"weights: expected the path of a safetensors file or folder, not {self.weights!r}")
         if self.plan is not None and not isinstance(self.plan, Plan | Program):
             raise TypeError(f"plan: expected an autopart.Plan or autopart.Program, not {type(self.plan).__name__}")
         if self.cluster is not None and not isinstance(self.cluster, Cluster):

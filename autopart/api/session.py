@@ -7,7 +7,7 @@ import hashlib
 import warnings
 import zlib
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -33,13 +33,17 @@ from autopart.passes.slices import least_samples
 from autopart.passes.verify import verify
 from autopart.runtime import distributed, guards
 from autopart.runtime.autograd import Later, Pairs, delivering
+from autopart.runtime.construction import Construction
 from autopart.runtime.executor import Loaded, StepResult, run
 from autopart.runtime.local import current_transport, run_ranks
+from autopart.runtime.materialise import Materials, make_whole, on_meta
+from autopart.runtime.parts import Holder, Whole, agreed
 from autopart.runtime.report import Report
 from autopart.runtime.residence import Residence
 from autopart.runtime.states import Gradients, States
 from autopart.runtime.transport import Transport
 from autopart.runtime.unreduced import Share, Unreduced
+from autopart.runtime.weights import Files
 
 NO_TARGET = capturing.NO_TARGET
 CACHED_PROGRAMS = 8
@@ -66,6 +70,9 @@ class Session:
         self.program: Program | None = None
         self.report: Report | None = None
         self.draws: Draws | None = None  # of the last training call
+        self.construction: Construction | None = None
+        self.files: Files | None = None  # a checkpoint that parameters on meta are to be read from
+        self.at_placement: list[Callable[[], None]] = []  # what waits for parameters to become parts
         self.warned = False
         self.waiting = False  # inside no_sync()
         self.unreduced = Unreduced()
@@ -73,8 +80,10 @@ class Session:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Session:
         """The session of a copy of the module: the same world, plan and programs, state of its own."""
-        made = copy.copy(self)
-        made.programs = self.programs.copy()
+        made = Session.__new__(Session)
+        made.__dict__.update(self.__dict__)
+        made.programs, made.at_placement = self.programs.copy(), []
+        made.construction = self.construction.copied(memo) if self.construction is not None else None
         made.residence = copy.deepcopy(self.residence, memo)
         made.unreduced, made.copies = Unreduced(), self.copies.copied(memo)
         return made
@@ -89,6 +98,7 @@ class Session:
         self.unreduced.forget()
         if self.residence is not None:
             self.residence.check(model)
+        materials = self._materials(model)
         moved_args, moved_kwargs, moved_target = self._moved((args, dict(kwargs), target))
         with as_plain(model, self.plain):
             call = capturing.read(model, moved_args, moved_kwargs, batch=self.options.batch, target=moved_target)
@@ -96,6 +106,10 @@ class Session:
             compiled = self._compiled(model, call, target is not NO_TARGET)
         if self.transport is not None and self.residence is None:
             self._adopt(model, compiled.program)
+        if materials is not None:
+            self._materialise(model, materials, next(iter(call.tensors))[1].device)
+        while self.at_placement:
+            self.at_placement.pop(0)()
         counts = model.training and torch.is_grad_enabled()
         draws = following(self.draws, seed) if counts else self.draws or Draws(seed, 0)
         results = self._run(model, compiled, call, draws)
@@ -259,6 +273,37 @@ class Session:
             return compiler.solve(segmented, devices=self.size, **self.options.pins())
         compiler.check_fingerprint(given, segmented.captured)
         return given
+
+    # Parameters
+
+    def holder(self, model: torch.nn.Module) -> Holder:
+        """What this rank holds of the module's parameters: parts, or everything while it has none."""
+        return Whole(model, self.transport) if self.residence is None else self.residence
+
+    def _materials(self, model: torch.nn.Module) -> Materials | None:
+        """Where what is on meta will come from, None if nothing is. Raises on every rank where a value is missing."""
+        if self.residence is not None or not (on_meta(model) or self._weighted()):
+            return None
+        if not on_meta(model):
+            raise ValueError("weights: nothing of the module is on meta; load what is real with load_state_dict")
+
+        def made() -> Materials:
+            files = self.files
+            if files is None and self.options.weights is not None:
+                files = Files.of(self.options.weights)
+            return Materials(model, files, self.construction)
+
+        return agreed(self.transport, made)
+
+    def _weighted(self) -> bool:
+        """Whether `weights` is still to be used."""
+        return self.options.weights is not None and self.plan is None
+
+    def _materialise(self, model: torch.nn.Module, materials: Materials, device: torch.device) -> None:
+        if self.residence is None:
+            make_whole(model, device)
+        materials.fill(self.holder(model).slots(), device, self.transport)
+        self.construction = self.files = None
 
     # Running
 

@@ -59,7 +59,7 @@ def capture(
         raise ValueError(f"capture: unknown route {route!r}; one of {', '.join(ROUTES)}")
     small = max(call.batch, 2)
     with untouched(module):
-        fake_instead_of_meta(module)
+        fake_instead_of_meta(module, call.tensors[0][1].device if call.tensors else "cpu")
         names = Names.of(module)
         calls = call.resized(small), call.resized(2 * small)
         traces = [_trace(route, module, call, sized, loss_fn, target, names) for sized in calls]

@@ -94,8 +94,8 @@ def _same_items(container: Any, copy: Any) -> bool:
     return isinstance(container, set) or all(x is y for x, y in zip(container, copy, strict=True))
 
 
-def fake_instead_of_meta(module: torch.nn.Module) -> None:
-    """Replace what is on the meta device by fake tensors on the CPU, where the call's inputs are.
+def fake_instead_of_meta(module: torch.nn.Module, device: torch.device | str = "cpu") -> None:
+    """Replace what is on the meta device by fake tensors on `device`, where the call's inputs are.
 
     For use under `untouched`, which puts it back.
     """
@@ -104,7 +104,7 @@ def fake_instead_of_meta(module: torch.nn.Module) -> None:
 
     def fake(tensor: torch.Tensor) -> torch.Tensor:
         with mode:
-            empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+            empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
         kept = isinstance(tensor, torch.nn.Parameter)
         return torch.nn.Parameter(empty, requires_grad=tensor.requires_grad) if kept else empty
 

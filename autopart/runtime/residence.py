@@ -11,6 +11,7 @@ import torch
 from autopart.ir.mesh import Mesh
 from autopart.ir.state import Parameter, State, Unit
 from autopart.runtime.holders import keys
+from autopart.runtime.parts import Slot
 from autopart.runtime.states import States, cut
 from autopart.runtime.transport import Transport
 
@@ -19,14 +20,14 @@ class Residence:
     """Where a module's parameters are on this rank.
 
     Making it is collective: every parameter and buffer takes rank 0's values, then each parameter's data become this
-    rank's part. The Parameter objects stay, so an optimizer made before keeps working.
+    rank's part. The Parameter objects stay, so an optimizer made before keeps working. One on meta becomes real here,
+    part by part, and holds nothing yet (`runtime.materialise` fills it).
     """
 
     def __init__(
         self, model: torch.nn.Module, transport: Transport, mesh: Mesh, state: State, tied: Mapping[str, str]
     ) -> None:
-        self.transport, self.mesh, self.state, self.tied = transport, mesh, state, tied
-        self._homes = {p.target: (unit, p) for unit in state.units for p in unit.parameters}
+        self.transport, self.mesh, self.state, self.tied = transport, mesh, state, dict(tied)
         self.degree = mesh.degree("dp")
         self.part = mesh.coordinate(transport.rank).get("dp", 0)
         self.column = mesh.coordinate(transport.rank).get("pp", 0)
@@ -34,14 +35,20 @@ class Residence:
         self.whole: dict[str, torch.Tensor] = {}
         self.trained = {name: parameter.requires_grad for name, parameter in self.parameters.items()}
         self.everyone = tuple(range(transport.size))
+        self._homes = {p.target: (unit, p) for unit in state.units for p in unit.parameters}
         transport.prepare(self._groups())
         for buffer in model.buffers():
-            buffer.data = self._from_first(buffer.data)
+            if not buffer.is_meta:
+                buffer.data = self._from_first(buffer.data)
         for name in dict.fromkeys(self.tied.values()):
-            self.parameters[name].data = self._from_first(self.parameters[name].data)
+            mine = self.parameters[name]
+            if not mine.is_meta:
+                mine.data = self._from_first(mine.data)
+            elif name not in self._homes:
+                become(mine, torch.empty_like(mine, device=transport.device))
         for unit in state.units:
             for parameter in unit.parameters:
-                self._cut(unit, parameter)
+                (self._allocate if self.parameters[parameter.target].is_meta else self._cut)(unit, parameter)
 
     def _groups(self) -> list[tuple[int, ...]]:
         """Every group that programs over this state use, in one order on every rank."""
@@ -70,6 +77,22 @@ class Residence:
             mine.data = cut(unit, parameter, whole, self.part, self.degree)
         if mine.grad is not None:
             mine.grad = None
+
+    def _allocate(self, unit: Unit, parameter: Parameter) -> None:
+        """Give a parameter on meta the memory of what this rank holds of it."""
+        mine = self.parameters[parameter.target]
+
+        def empty(shape: tuple[int, ...]) -> torch.Tensor:
+            return torch.empty(shape, dtype=mine.dtype, device=self.transport.device)
+
+        if self.column not in unit.stages:
+            made = empty((0, *parameter.shape[1:]))
+        elif unit.gathered(self.degree):
+            made = empty(parameter.part_shape(self.part, self.degree))
+        else:
+            whole = self.whole[parameter.target] = empty(parameter.shape)
+            made = cut(unit, parameter, whole, self.part, self.degree)
+        become(mine, made)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Residence:
         """That of a copy of the module, whose parameters `memo` knows."""
@@ -150,12 +173,49 @@ class Residence:
         """The unit of every parameter that is in one."""
         return self._homes
 
+    # What fills and saves parameters asks (`runtime.parts.Holder`)
+
+    def rows(self, name: str) -> Slot:
+        """The rows that the user's Parameter has here, by its first name."""
+        found = self.homes().get(name)
+        data = self.parameters[name].data
+        if found is None:
+            return Slot.whole(name, data)
+        unit, parameter = found
+        if self.column not in unit.stages:
+            return Slot(name, parameter.shape, 0, 0, data)
+        parts = self.degree if unit.held_in_parts(self.degree) else 1
+        return Slot(name, parameter.shape, *parameter.rows(self.part if parts > 1 else 0, parts), data)
+
+    def slots(self) -> list[Slot]:
+        """Where values of parameters belong on this rank: whole ones where it keeps them, parts elsewhere."""
+        parts = [self.rows(name) for name in dict.fromkeys(self.tied.values())]
+        return [
+            Slot.whole(p.name, self.whole[p.name]) if p.name in self.whole else p
+            for p in parts
+            if p.stop > p.start or p.name in self.whole
+        ]
+
+    def first_names(self) -> dict[int, str]:
+        """The first names of the user's Parameters, by identity."""
+        return {id(parameter): self.tied.get(name, name) for name, parameter in self.parameters.items()}
+
+    def here(self, name: str) -> bool:
+        """Whether this rank's stage uses a parameter (its part may have no rows)."""
+        return name not in self._homes or self.column in self._homes[name][0].stages
+
+    def saves(self, name: str) -> bool:
+        """Whether this rank is the one whose rows stand for them in a checkpoint."""
+        found = self.homes().get(name)
+        return self.transport.rank in ([0] if found is None else self.owners(found[0]))
+
     def gather(self, held: Mapping[str, torch.Tensor | None]) -> dict[str, torch.Tensor]:
         """Whole CPU tensors out of what every rank holds of each parameter (values or gradients); collective.
 
-        A parameter of which no rank that owns it holds anything is left out.
+        A parameter of which no rank that owns it holds anything is left out. Dtypes are those of what is held.
         """
-        known = self.transport.all_gather_object([n for n, t in held.items() if t is not None], self.everyone)
+        mine = {name: tensor.dtype for name, tensor in held.items() if tensor is not None}
+        known = self.transport.all_gather_object(mine, self.everyone)
         homes = self.homes()
         result: dict[str, torch.Tensor] = {}
         for target in dict.fromkeys(self.tied.values()):
@@ -168,12 +228,21 @@ class Residence:
             owners = self.owners(unit)
             if target not in known[owners[0]]:
                 continue
-            pieces = [self._piece(unit, parameter, held.get(target), part, owner) for part, owner in enumerate(owners)]
+            dtype = known[owners[0]][target]
+            pieces = [
+                self._piece(unit, parameter, held.get(target), dtype, part, owner) for part, owner in enumerate(owners)
+            ]
             result[target] = torch.cat(pieces).view(parameter.shape).cpu()
         return result
 
     def _piece(
-        self, unit: Unit, parameter: Parameter, mine: torch.Tensor | None, part: int, owner: int
+        self,
+        unit: Unit,
+        parameter: Parameter,
+        mine: torch.Tensor | None,
+        dtype: torch.dtype,
+        part: int,
+        owner: int,
     ) -> torch.Tensor:
         """One owner's part of a parameter, flat, on every rank."""
         if owner == self.transport.rank:
@@ -182,7 +251,7 @@ class Residence:
         else:
             parts = self.degree if unit.held_in_parts(self.degree) else 1
             size = torch.Size(parameter.part_shape(part, parts)).numel()
-            flat = torch.empty(size, dtype=parameter.dtype, device=self.transport.device)
+            flat = torch.empty(size, dtype=dtype, device=self.transport.device)
         if flat.numel():
             self.transport.broadcast(flat, owner, self.everyone)
         return flat
@@ -193,30 +262,28 @@ class Residence:
         return [self.mesh.rank({"pp": unit.stages[0], "dp": part}) for part in range(parts)]
 
     def load(self, whole: Mapping[str, torch.Tensor]) -> None:
-        """Write whole tensors, by parameter name, into this rank's parts."""
-        homes = self.homes()
-        for target, tensor in whole.items():
-            mine = self.parameters[target]
-            if target not in homes:
-                mine.data.copy_(tensor)
-            elif self.column in homes[target][0].stages:
-                unit, parameter = homes[target]
-                if target in self.whole:
-                    self.whole[target].copy_(tensor)
-                else:
-                    mine.data.copy_(cut(unit, parameter, tensor, self.part, self.degree))
+        """Write whole tensors, by parameter name, into what this rank holds of them."""
+        for slot in self.slots():
+            if slot.name in whole:
+                slot.tensor.copy_(slot.of(whole[slot.name]))
 
     def whole_copy(self, model: torch.nn.Module) -> torch.nn.Module:
-        """The module with parameters of whole shapes, for tracing another program: same names, fake contents."""
+        """The module with parameters of whole shapes on meta, for tracing and for trying things out: no memory."""
         memo: dict[int, object] = {}
-        shapes = {p.target: p.shape for unit in self.state.units for p in unit.parameters}
-        for name, parameter in self.parameters.items():
-            shape = shapes.get(self.tied.get(name, name))
-            if shape is not None and id(parameter) not in memo:
-                empty = torch.empty(shape, dtype=parameter.dtype, device=parameter.device)
-                memo[id(parameter)] = torch.nn.Parameter(empty, requires_grad=parameter.requires_grad)
+        for name, mine in self.parameters.items():
+            found = self.homes().get(self.tied.get(name, name))
+            if found is not None and id(mine) not in memo:
+                empty = torch.empty(found[1].shape, dtype=mine.dtype, device="meta")
+                memo[id(mine)] = torch.nn.Parameter(empty, requires_grad=mine.requires_grad)
         session = model.__dict__.pop("_autopart")
         try:
             return copy.deepcopy(model, memo)
         finally:
             model.__dict__["_autopart"] = session
+
+
+def become(tensor: torch.Tensor, made: torch.Tensor) -> None:
+    """Make a tensor on meta the real one `made`: the same Python object, so optimizers and modules keep it."""
+    if isinstance(tensor, torch.nn.Parameter):
+        made = torch.nn.Parameter(made, requires_grad=tensor.requires_grad)
+    torch.utils.swap_tensors(tensor, made)  # type: ignore[no-untyped-call]

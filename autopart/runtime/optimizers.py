@@ -1,0 +1,143 @@
+"""An optimizer whose parameters are parts: its state is parts too here, and whole in its ``state_dict()``.
+
+Two things keep the user's ordinary lines right. Before a step, state that was loaded whole is cut to this rank's rows.
+From the first step on, ``optimizer.state_dict()`` is collective and gives what one device would: whole tensors, on the
+CPU. A state tensor is cut like its parameter if it has its shape; others (step counters) are the same on every rank.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+
+from autopart.runtime.parts import Holder, gathered
+from autopart.runtime.residence import Residence
+from autopart.runtime.transport import Transport
+
+State = Mapping[str, Mapping[str, Any]]
+"""What an optimizer keeps, by parameter name and then by key."""
+
+# Optimizers belong to the process, and so do the hooks on them: the modules whose parameters are parts, and for each
+# optimizer the state object that is known to be parts, of how many modules.
+_WATCHED: weakref.WeakSet[Residence] = weakref.WeakSet()
+_KNOWN: weakref.WeakKeyDictionary[Optimizer, tuple[Any, int]] = weakref.WeakKeyDictionary()
+
+
+def watch(residence: Residence) -> None:
+    """Keep the optimizers over a module's parameters in step with its parts, from their next step on."""
+    if not _WATCHED:
+        register_optimizer_step_pre_hook(_before_step)
+    _WATCHED.add(residence)
+
+
+def parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
+    """The parameters in the order of the indices in ``state_dict()``, each once."""
+    found = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return list({id(parameter): parameter for parameter in found}.values())
+
+
+def like_parameters(held: State, holder: Holder) -> frozenset[str]:
+    """The keys whose tensors have, for every parameter, the shape of the part here or that of the whole."""
+    unlike = set()
+    for name, state in held.items():
+        part = holder.rows(name)
+        for key, value in state.items():
+            shape = tuple(value.shape) if isinstance(value, torch.Tensor) else None
+            if shape not in (tuple(part.tensor.shape), part.shape):
+                unlike.add(key)
+    return frozenset({key for state in held.values() for key in state} - unlike)
+
+
+def agreed_like(holder: Holder, held: State, transport: Transport | None) -> frozenset[str]:
+    """The keys of tensors that are cut like their parameters (`like_parameters`), as all ranks find. Collective."""
+    like = like_parameters(held, holder)
+    keys = {key for state in held.values() for key in state}
+    found = gathered(transport, (sorted(like), sorted(keys - like)))
+    return frozenset({key for yes, _ in found for key in yes} - {key for _, no in found for key in no})
+
+
+def packed_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """The parameter groups as in ``state_dict()``: indices for parameters."""
+    index = {id(parameter): number for number, parameter in enumerate(parameters_of(optimizer))}
+    return [{**group, "params": [index[id(p)] for p in group["params"]]} for group in optimizer.param_groups]
+
+
+def settle(optimizer: Optimizer) -> None:
+    """Make state that was loaded whole this rank's parts."""
+    _before_step(optimizer, (), {})
+
+
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    known = _KNOWN.get(optimizer)
+    if known is not None and known[0] is optimizer.state and known[1] == len(_WATCHED):
+        return
+    homes = list(_homes(optimizer))
+    for residence, named in homes:
+        _cut(optimizer, residence, named)
+    if homes and known is None:
+        optimizer.register_state_dict_post_hook(_whole)
+    if homes:
+        _KNOWN[optimizer] = optimizer.state, len(_WATCHED)
+
+
+def _homes(optimizer: Optimizer) -> Iterator[tuple[Residence, dict[str, tuple[int, torch.Tensor]]]]:
+    """The watched modules that an optimizer's parameters are of, each with {name: (index, parameter)}, in its order."""
+    names: dict[int, tuple[Residence, str]] = {}
+    for residence in list(_WATCHED):
+        names |= {key: (residence, name) for key, name in residence.first_names().items()}
+    found: dict[int, tuple[Residence, dict[str, tuple[int, torch.Tensor]]]] = {}
+    for index, parameter in enumerate(parameters_of(optimizer)):
+        if id(parameter) in names:
+            residence, name = names[id(parameter)]
+            found.setdefault(id(residence), (residence, {}))[1][name] = index, parameter
+    return iter(found.values())
+
+
+def _cut(optimizer: Optimizer, residence: Residence, named: Mapping[str, tuple[int, torch.Tensor]]) -> None:
+    """Cut what is whole to this rank's rows; forget the state of parameters that are not here."""
+    held = {name: optimizer.state[p] for name, (_, p) in named.items() if optimizer.state.get(p)}
+    like = like_parameters(held, residence)
+    for name, state in held.items():
+        part = residence.rows(name)
+        if not residence.here(name):
+            del optimizer.state[named[name][1]]
+            continue
+        for key in like & set(state):
+            if tuple(state[key].shape) != tuple(part.tensor.shape):
+                state[key] = part.of(state[key]).clone()
+
+
+def _whole(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """The state dict that one device would have. Collective."""
+    state = dict(state_dict["state"])
+    for residence, named in _homes(optimizer):
+        _cut(optimizer, residence, named)
+        held = {name: optimizer.state[p] for name, (_, p) in named.items() if optimizer.state.get(p)}
+        for name, whole in _brought_together(residence, held).items():
+            state[named[name][0]] = whole
+    return {**state_dict, "state": {index: state[index] for index in sorted(state)}}
+
+
+def _brought_together(residence: Residence, held: State) -> dict[str, dict[str, Any]]:
+    """Whole state by parameter name, out of what every rank holds."""
+    like = sorted(agreed_like(residence, held, residence.transport))
+    others = {
+        name: {key: _on_cpu(value) for key, value in state.items() if key not in like}
+        for name, state in held.items()
+        if residence.saves(name)
+    }
+    every: dict[str, dict[str, Any]] = {}
+    for found in reversed(residence.transport.all_gather_object(others, residence.everyone)):
+        every |= found
+    for key in like:
+        for name, tensor in residence.gather({name: state.get(key) for name, state in held.items()}).items():
+            every.setdefault(name, {})[key] = tensor
+    return every
+
+
+def _on_cpu(value: Any) -> Any:
+    return value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value

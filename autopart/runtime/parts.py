@@ -1,0 +1,118 @@
+"""Which rows of every parameter lie on this rank, and where: the common ground of all that fills or saves them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+from autopart.capture.trace import Names
+from autopart.runtime.transport import Transport
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Rows ``[start, stop)`` of dim 0 of the tensor `name`, whose whole shape is `shape`, and the memory that has them.
+
+    A 0-d tensor is one row, wholly here or not at all.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+    tensor: torch.Tensor
+
+    @classmethod
+    def whole(cls, name: str, tensor: torch.Tensor) -> Slot:
+        """All of a tensor."""
+        return cls(name, tuple(tensor.shape), 0, tensor.shape[0] if tensor.dim() else 1, tensor)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the whole tensor is here."""
+        return tuple(self.tensor.shape) == self.shape
+
+    def of(self, whole: torch.Tensor) -> torch.Tensor:
+        """These rows of a whole tensor, as a view."""
+        if not self.shape:
+            return whole if self.stop > self.start else whole.reshape(1)[:0]
+        return whole[self.start : self.stop]
+
+
+class Holder(Protocol):
+    """What a rank holds of a module's parameters. `tied` maps every name of a parameter to its first one."""
+
+    tied: dict[str, str]
+
+    def rows(self, name: str) -> Slot:
+        """The rows that the user's Parameter has here, by its first name."""
+
+    def slots(self) -> list[Slot]:
+        """Where values of parameters belong on this rank: whole ones where it keeps them, parts elsewhere."""
+
+    def first_names(self) -> dict[int, str]:
+        """The first names of the user's Parameters, by identity."""
+
+    def here(self, name: str) -> bool:
+        """Whether this rank uses a parameter, though it may hold no rows of it."""
+
+    def saves(self, name: str) -> bool:
+        """Whether this rank is the one whose rows stand for them in a checkpoint."""
+
+
+class Whole:
+    """The `Holder` of a module whose parameters are whole here; rank 0 stands for all ranks."""
+
+    def __init__(self, model: torch.nn.Module, transport: Transport | None) -> None:
+        self.tied = dict(Names.of(model).tied)
+        self._parameters = dict(model.named_parameters(remove_duplicate=False))
+        self._first = transport is None or transport.rank == 0
+
+    def rows(self, name: str) -> Slot:
+        """All rows."""
+        return Slot.whole(name, self._parameters[name].data)
+
+    def slots(self) -> list[Slot]:
+        """Every parameter, once."""
+        return [self.rows(name) for name in dict.fromkeys(self.tied.values())]
+
+    def first_names(self) -> dict[int, str]:
+        """The first names of the Parameters, by identity."""
+        return {id(parameter): self.tied[name] for name, parameter in self._parameters.items()}
+
+    def here(self, name: str) -> bool:
+        """Every parameter is."""
+        return True
+
+    def saves(self, name: str) -> bool:
+        """Whether this is rank 0."""
+        return self._first
+
+
+def gathered(transport: Transport | None, item: Any) -> list[Any]:
+    """Every rank's `item`, in rank order."""
+    return [item] if transport is None else transport.all_gather_object(item, tuple(range(transport.size)))
+
+
+def agreed(transport: Transport | None, fn: Callable[[], T]) -> T:
+    """The result of ``fn()``; if it raises on any rank, every rank raises the first such rank's error. Collective."""
+    result: list[T] = []
+    error: Exception | None = None
+    try:
+        result.append(fn())
+    except Exception as raised:
+        error = raised
+    found = gathered(transport, None if error is None else (type(error).__name__, str(error)))
+    first = next((rank for rank, each in enumerate(found) if each is not None), None)
+    if first is None:
+        return result[0]
+    name, message = found[first]
+    known: dict[str, type[Exception]] = {
+        kind.__name__: kind for kind in (ValueError, TypeError, RuntimeError, FileNotFoundError)
+    }
+    raise known.get(name, RuntimeError)(message if name in known else f"rank {first}: {name}: {message}") from error

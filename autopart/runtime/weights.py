@@ -1,0 +1,117 @@
+"""Tensors in safetensors files, read by rows: of a file, only what a rank holds is ever looked at."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from autopart.runtime.parts import Slot
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A tensor in files: its whole shape, its dtype (torch's name for it), and which rows of dim 0 are in which file.
+
+    `pieces` are ``(file, start, stop)``. The file has exactly those rows under the tensor's name.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    pieces: tuple[tuple[str, int, int], ...]
+
+
+class Files:
+    """Safetensors files in a folder, and what is in them by name; a module's tensors have `prefix` before theirs."""
+
+    def __init__(self, folder: Path, stored: Mapping[str, Stored], prefix: str = "") -> None:
+        self.folder, self.stored, self.prefix = folder, stored, prefix
+        self._open: dict[str, Any] = {}
+
+    @classmethod
+    def of(cls, path: str | os.PathLike[str]) -> Files:
+        """A safetensors file, or a folder with ``model.safetensors.index.json`` or ``model.safetensors``.
+
+        Raises FileNotFoundError or ValueError, naming `path`, where there is none.
+        """
+        path = Path(path)
+        if path.is_file():
+            return cls._whole(path.parent, [path.name])
+        if (path / INDEX).is_file():
+            names = json.loads((path / INDEX).read_text(encoding="utf-8")).get("weight_map")
+            if not isinstance(names, dict):
+                raise ValueError(f"weights: {path / INDEX} has no weight_map")
+            return cls._whole(path, sorted(set(names.values())))
+        if (path / SINGLE).is_file():
+            return cls._whole(path, [SINGLE])
+        raise FileNotFoundError(f"weights: {path} is neither a safetensors file nor a folder with {SINGLE} or {INDEX}")
+
+    @classmethod
+    def _whole(cls, folder: Path, names: Iterable[str]) -> Files:
+        files = cls(folder, {})
+        stored = {}
+        for name in names:
+            handle = files._handle(name)
+            for key in handle.keys():  # noqa: SIM118  a handle is not a mapping
+                shape = tuple(handle.get_slice(key).get_shape())
+                stored[key] = Stored(shape, "", ((name, 0, shape[0] if shape else 1),))
+        files.stored = stored
+        return files
+
+    def names(self) -> list[str]:
+        """The names of the module's tensors that are there."""
+        return [key.removeprefix(self.prefix) for key in self.stored if key.startswith(self.prefix)]
+
+    def find(self, names: Iterable[str]) -> str | None:
+        """What a tensor with several names is called in the files, None if it is not there."""
+        return next((self.prefix + name for name in names if self.prefix + name in self.stored), None)
+
+    def check_shape(self, name: str, shape: tuple[int, ...]) -> None:
+        """Raise ValueError unless the tensor `name` has this whole shape."""
+        if self.stored[name].shape != shape:
+            found = list(self.stored[name].shape)
+            raise ValueError(f"{self.folder}: {name} has shape {found}, the module's has {list(shape)}")
+
+    def fill(self, slot: Slot, name: str) -> None:
+        """Read the rows of `slot` from the tensor `name`. Raises ValueError if shapes differ or rows are missing."""
+        self.check_shape(name, slot.shape)
+        found = self.stored[name]
+        read = 0
+        for file, start, stop in found.pieces:
+            first, last = max(start, slot.start), min(stop, slot.stop)
+            if first >= last:
+                continue
+            read += last - first
+            handle = self._handle(file)
+            if not found.shape:
+                slot.tensor.copy_(handle.get_tensor(name))
+            else:
+                rows = handle.get_slice(name)[first - start : last - start]
+                slot.tensor[first - slot.start : last - slot.start].copy_(rows)
+        if read != slot.stop - slot.start:
+            raise ValueError(f"{self.folder}: only {read} of the rows {slot.start} to {slot.stop} of {name} are there")
+
+    def tensor(self, name: str, slot: Slot) -> torch.Tensor:
+        """A new CPU tensor of the rows of `slot`, of the tensor `name`."""
+        dtype = getattr(torch, self.stored[name].dtype)
+        made = torch.empty(slot.tensor.shape, dtype=dtype)
+        self.fill(Slot(slot.name, slot.shape, slot.start, slot.stop, made), name)
+        return made
+
+    def _handle(self, file: str) -> Any:
+        from safetensors import SafetensorError, safe_open
+
+        if file not in self._open:
+            try:
+                self._open[file] = safe_open(str(self.folder / file), framework="pt")
+            except SafetensorError as error:
+                raise ValueError(f"{self.folder / file}: not a safetensors file ({error})") from None
+        return self._open[file]
