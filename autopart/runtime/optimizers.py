@@ -22,9 +22,9 @@ State = Mapping[str, Mapping[str, Any]]
 """What an optimizer keeps, by parameter name and then by key."""
 
 # Optimizers belong to the process, and so do the hooks on them: the modules whose parameters are parts, and for each
-# optimizer the state object that is known to be parts, of how many modules.
+# optimizer the state object that is known to be parts, of how many modules, and whether its state dict is whole.
 _WATCHED: weakref.WeakSet[Residence] = weakref.WeakSet()
-_KNOWN: weakref.WeakKeyDictionary[Optimizer, tuple[Any, int]] = weakref.WeakKeyDictionary()
+_KNOWN: weakref.WeakKeyDictionary[Optimizer, tuple[Any, int, bool]] = weakref.WeakKeyDictionary()
 
 
 def watch(residence: Residence) -> None:
@@ -75,13 +75,13 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     known = _KNOWN.get(optimizer)
     if known is not None and known[0] is optimizer.state and known[1] == len(_WATCHED):
         return
-    homes = list(_homes(optimizer))
-    for residence, named in homes:
+    hooked = known is not None and known[2]
+    for residence, named in _homes(optimizer):
         _cut(optimizer, residence, named)
-    if homes and known is None:
-        optimizer.register_state_dict_post_hook(_whole)
-    if homes:
-        _KNOWN[optimizer] = optimizer.state, len(_WATCHED)
+        if not hooked:
+            optimizer.register_state_dict_post_hook(_whole)
+            hooked = True
+    _KNOWN[optimizer] = optimizer.state, len(_WATCHED), hooked
 
 
 def _homes(optimizer: Optimizer) -> Iterator[tuple[Residence, dict[str, tuple[int, torch.Tensor]]]]:
