@@ -158,7 +158,7 @@ def _fill(found: Checkpoint, model: Parallel, holder: Holder) -> None:
 
 def _names(optimizer: torch.optim.Optimizer, holder: Holder) -> dict[int, str]:
     """The names of an optimizer's parameters, by identity. Raises ValueError for one that is not the module's."""
-    names = holder.names_by_id()
+    names = holder.first_names()
     for number, parameter in enumerate(optimizers.parameters_of(optimizer)):
         if id(parameter) not in names:
             raise ValueError(

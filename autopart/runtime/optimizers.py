@@ -88,7 +88,7 @@ def _homes(optimizer: Optimizer) -> Iterator[tuple[Residence, dict[str, tuple[in
     """The watched modules that an optimizer's parameters are of, each with {name: (index, parameter)}, in its order."""
     names: dict[int, tuple[Residence, str]] = {}
     for residence in list(_WATCHED):
-        names |= {key: (residence, name) for key, name in residence.names_by_id().items()}
+        names |= {key: (residence, name) for key, name in residence.first_names().items()}
     found: dict[int, tuple[Residence, dict[str, tuple[int, torch.Tensor]]]] = {}
     for index, parameter in enumerate(parameters_of(optimizer)):
         if id(parameter) in names:

@@ -55,7 +55,7 @@ class Holder(Protocol):
     def slots(self) -> list[Slot]:
         """Where values of parameters belong on this rank: whole ones where it keeps them, parts elsewhere."""
 
-    def names_by_id(self) -> dict[int, str]:
+    def first_names(self) -> dict[int, str]:
         """The first names of the user's Parameters, by identity."""
 
     def here(self, name: str) -> bool:
@@ -81,7 +81,7 @@ class Whole:
         """Every parameter, once."""
         return [self.rows(name) for name in dict.fromkeys(self.tied.values())]
 
-    def names_by_id(self) -> dict[int, str]:
+    def first_names(self) -> dict[int, str]:
         """The first names of the Parameters, by identity."""
         return {id(parameter): self.tied[name] for name, parameter in self._parameters.items()}
 

@@ -196,7 +196,7 @@ class Residence:
             if p.stop > p.start or p.name in self.whole
         ]
 
-    def names_by_id(self) -> dict[int, str]:
+    def first_names(self) -> dict[int, str]:
         """The first names of the user's Parameters, by identity."""
         return {id(parameter): self.tied.get(name, name) for name, parameter in self.parameters.items()}
 
