@@ -147,6 +147,25 @@ def test_a_new_seed_begins_at_call_0_and_eval_does_not_count_F071() -> None:
     assert max(abs(a - b) for a, b in zip(expected, (first, second, third), strict=True)) < 1e-12
 
 
+def test_evaluation_draws_what_the_last_training_call_drew() -> None:
+    plain, args = RANDOM_MODELS["noise"]()
+    model = parallelize(RANDOM_MODELS["noise"]()[0], devices=2, mesh={"dp": 2}, capture="direct")
+
+    def losses(module: Any) -> list[float]:
+        made = []
+        for training in (True, True, False, False):
+            module.train(training)
+            with torch.set_grad_enabled(training):
+                made.append(float(module(*args).detach()))
+        return made
+
+    found = [losses(model)]
+    with reference_random():
+        found.append(losses(plain))
+    assert max(abs(a - b) for a, b in zip(*found, strict=True)) < 1e-12
+    assert found[0][0] != found[0][1] and found[0][2] == found[0][3]
+
+
 def test_generators_stay_where_they_are_F012() -> None:
     _, step = stepping(mesh={"pp": 2})
     plain, args = RANDOM_MODELS["noise"]()

@@ -111,10 +111,15 @@ def stage0_backward(world, batch, k, saved, from_1):
     b, B = batch.sizes[k], batch.size
     # d_h_1: float64[b, 8], Shard(0) on dp
     (d_h_1,) = from_1
+    last = k == 2  # then gradients are complete, and each begins to be reduced
     d_h_1_v2, grads = h_backward(b, B, d_h_1, *saved.pop(), *world.parameters("h.1"))
     world.accumulate("h.1", grads)
+    if last:
+        world.all_reduce("h.1", axis="dp")
     grads = h_0_backward(b, B, d_h_1_v2, *saved.pop(), *world.parameters("h.0"))
     world.accumulate("h.0", grads)
+    if last:
+        world.all_reduce("h.0", axis="dp")
 
 
 def step(world, batch):
@@ -136,8 +141,6 @@ def step(world, batch):
         grads_1_0[k] = world.recv(edge_1_0(batch.sizes[k]), stage=0, source=1, microbatch=k)
         with world.action("B", stage=0, microbatch=k):
             stage0_backward(world, batch, k, saved_0.pop(k), grads_1_0.pop(k))
-    # Gradients are reduced to what their consumer needs.
-    world.all_reduce("h.0", axis="dp")
-    world.all_reduce("h.1", axis="dp")
+    world.wait()  # until the gradients that are being reduced are there
     loss = world.total([], shape=(), dtype=torch.float64)
     return {"loss": loss}
