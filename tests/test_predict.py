@@ -16,7 +16,7 @@ from autopart.capture import capture, read
 from autopart.capture.call import Call
 from autopart.codegen.recording import load
 from autopart.ir.action import Scheduled
-from autopart.ir.mesh import Mesh
+from autopart.ir.mesh import Mesh, pieces
 from autopart.ir.placement import PRESETS, Placement
 from autopart.ir.plan import Plan, Prediction, Stage, StageMemory, stage_ranks
 from autopart.ir.program import Program
@@ -153,7 +153,9 @@ def measure(made: Case, edit: Callable[[str], str] = lambda source: source) -> l
         states = States.viewing(made.program.state, mesh, rank, whole)
         part = mesh.coordinate(rank).get("dp", 0)
         parts = mesh.degree("dp")
-        batch = Batch(dict(call.tensors), dict(captured.batch_dims), call.batch, parts, part, made.plan.microbatches)
+        batch = Batch(
+            dict(call.tensors), dict(captured.batch_dims), pieces(call.batch, parts), part, made.plan.microbatches
+        )
         world = World(transport, mesh, program["PLACE"], states, buffers, batch)
         with torch.no_grad():
             program["step"](world, batch)

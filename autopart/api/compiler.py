@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Unpack
 
 import torch
@@ -19,6 +20,7 @@ from autopart.ir.segmented import Segmented
 from autopart.ir.state import State
 from autopart.passes.costs import costs
 from autopart.passes.emit import emit
+from autopart.passes.judge import check_sums
 from autopart.passes.normalise import normalise
 from autopart.passes.predict import with_memory, with_traffic
 from autopart.passes.schedule import schedule as scheduled
@@ -39,18 +41,25 @@ def captured_step(
     return normalise(capturing.capture(model, call, loss_fn=loss_fn, target=target, route=route))
 
 
-def solve(segmented: Segmented, **pins: Unpack[Pins]) -> Plan:
-    """solve: the plan for a segmented step, with its predictions."""
+def solve(segmented: Segmented, *, batch: int | None = None, inputs: str = "global", **pins: Unpack[Pins]) -> Plan:
+    """solve: the plan for a segmented step, with its predictions. `batch` is the whole one, by default the call's."""
     captured = segmented.captured
     _check_patterns(pins.get("placement"), captured)
-    chosen = choose(costs(segmented), batch=captured.batch, fingerprint=fingerprint(captured), **pins)
-    staged = split(shard(segmented), chosen)
-    lowered = scheduled(staged, chosen)
-    return with_memory(with_traffic(chosen, staged, lowered), staged, lowered)
+    chosen = choose(costs(segmented), batch=batch or captured.batch, fingerprint=fingerprint(captured), **pins)
+    return predicted(segmented, replace(chosen, inputs=inputs))
+
+
+def predicted(segmented: Segmented, plan: Plan) -> Plan:
+    """The plan with its traffic and memory counted on the graph."""
+    staged = split(shard(segmented), plan)
+    lowered = scheduled(staged, plan)
+    return with_memory(with_traffic(plan, staged, lowered), staged, lowered)
 
 
 def lower(segmented: Segmented, plan: Plan, *, state: State | None = None, check: bool = True) -> Program:
     """shard, split, schedule, emit and verify."""
+    if plan.inputs == "local" and plan.mesh.degree("dp") > 1:
+        check_sums(segmented.captured.inputs, segmented.captured.prologue)
     staged = split(shard(segmented), plan, state=state)
     bodies = Bodies()
     program = emit(staged, scheduled(staged, plan), plan, bodies=bodies)

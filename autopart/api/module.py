@@ -150,6 +150,7 @@ def parallelize(
     cluster: Cluster | None = None,
     loss_fn: Callable[..., Any] | None = None,
     batch: Mapping[str, int | None] | None = None,
+    inputs: str = "global",
     capture: str = "compile",
     hooks: str = "refuse",
     plan: Plan | Program | None = None,
@@ -170,8 +171,10 @@ def parallelize(
     ranks run inside this process and the module's parameters stay whole. What is not pinned (`mesh`, `stages`,
     `placement`, `schedule`, `microbatches`) is solved for at the first call; `plan` pins everything; a Program there,
     which may have been edited, is verified and run. `loss_fn(output, target)` serves modules that return outputs
-    (`train_step`). `batch` maps input names to their batch dim, or None for inputs that are not split. `memory` is
-    the limit per device, such as ``"16GiB"``. `capture` is "compile" (through torch.compile) or "direct".
+    (`train_step`). `batch` maps input names to their batch dim, or None for inputs that are not split. With `inputs`
+    "global" every rank passes the whole batch; with "local" each data rank its own samples, as a distributed sampler
+    gives them, and ranks of the same data rank the same: the loss is that of all of them, in data-rank order. `memory`
+    is the limit per device, such as ``"16GiB"``. `capture` is "compile" (through torch.compile) or "direct".
 
     Raises TypeError or ValueError for bad arguments at once; CaptureError or PlanInfeasible at the first call.
     """
@@ -180,6 +183,7 @@ def parallelize(
         cluster=cluster,
         loss_fn=loss_fn,
         batch=batch,
+        inputs=inputs,
         capture=capture,
         hooks=hooks,
         plan=plan,

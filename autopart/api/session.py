@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 import warnings
-import zlib
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,10 +14,13 @@ import torch
 from autopart import _torch
 from autopart import capture as capturing
 from autopart.api import compiler
+from autopart.api.agreement import agree
 from autopart.api.options import Options
 from autopart.api.plain import as_plain, check_hooks, constants
 from autopart.capture.call import Call
 from autopart.errors import CaptureError
+from autopart.ir.captured import Captured
+from autopart.ir.mesh import pieces
 from autopart.ir.plan import Plan
 from autopart.ir.program import Program
 from autopart.ir.segmented import Segmented
@@ -77,13 +78,13 @@ class Session:
         moved_args, moved_kwargs, moved_target = self._moved((args, dict(kwargs), target))
         with as_plain(model, self.plain):
             call = capturing.read(model, moved_args, moved_kwargs, batch=self.options.batch, target=moved_target)
-            self._agree(model, call)
-            compiled = self._compiled(model, call, target is not NO_TARGET)
+            local = self._agree(model, call)
+            compiled, shares = self._compiled(model, call, target is not NO_TARGET, local)
         if self.transport is not None and self.residence is None:
             self._adopt(model, compiled.program)
-        results = self._run(model, compiled, call)
+        results = self._run(model, compiled, call, shares)
         self.report = Report(tuple(result.report for result in results))
-        return self._result(model, compiled.program, call, results)
+        return self._result(model, compiled.program, call, results, shares)
 
     # The world
 
@@ -95,6 +96,7 @@ class Session:
         if self.transport is None and distributed.launched():
             self.transport = distributed.join()
         self.options.world_size(self.transport.size if self.transport is not None else None)
+        self.options.check_inputs(self.size, separate=self.transport is not None)
         self.joined = True
 
     @property
@@ -108,24 +110,12 @@ class Session:
         device = self.transport.device
         return _torch.pytree.tree_map(lambda x: x.to(device) if isinstance(x, torch.Tensor) else x, values)
 
-    def _agree(self, model: torch.nn.Module, call: Call) -> None:
-        """Raise ValueError on every rank if the ranks do not make the same call."""
+    def _agree(self, model: torch.nn.Module, call: Call) -> tuple[int, ...] | None:
+        """Raise ValueError on every rank if the calls do not fit; the samples of each data rank that has its own."""
         if self.transport is None or self.transport.size == 1:
-            return
-        shapes = hashlib.sha256(repr(self._key(model, call)).encode()).hexdigest()
-        mine = {
-            "inputs' shapes, dtypes or values of other arguments, or the model's modes": shapes,
-            "batch size": call.batch,
-        }
-        mine["inputs' contents"] = tuple(_checksum(tensor) for _, tensor in call.tensors)
-        every = self.transport.all_gather_object(mine, tuple(range(self.transport.size)))
-        for what in mine:
-            odd = [rank for rank, other in enumerate(every) if other[what] != every[0][what]]
-            if odd:
-                raise ValueError(
-                    f"the ranks make different calls: the {what} of rank {odd[0]} differ from rank 0's; every rank "
-                    "passes the same whole batch (seed the loader alike on every rank, without a distributed sampler)"
-                )
+            return None
+        mesh = self.options.given_mesh() if self.options.inputs == "local" else None
+        return agree(self.transport, self._key(model, call), call, mesh)
 
     # Plan and programs
 
@@ -136,27 +126,26 @@ class Session:
         casts = tuple((kind, torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind))
         return call.key(), torch.is_grad_enabled(), modes, trained, casts
 
-    def _compiled(self, model: torch.nn.Module, call: Call, target: bool) -> Compiled:
+    def _compiled(
+        self, model: torch.nn.Module, call: Call, target: bool, local: tuple[int, ...] | None
+    ) -> tuple[Compiled, tuple[int, ...]]:
+        """The program for a call, and the samples of each data rank (`local` where each passes its own)."""
         made_of = (self._key(model, call), constants(model, shapes=self.transport is None), target)
-        key = (made_of, self._microbatches(call) if self.plan is not None else None)
+        key = (made_of, self._microbatches(self._shares(call, local)) if self.plan is not None else None)
         if key in self.programs:
             self.programs.move_to_end(key)
         else:
             if self.residence is not None:
                 model = self.residence.whole_copy(model)
-            compiled = self._compile(model, call, target)
-            key = (made_of, self._microbatches(call))
+            compiled = self._compile(model, call, target, local)
+            key = (made_of, self._microbatches(self._shares(call, local)))
             self._keep(key, compiled)
         compiled = self.programs[key]
-        training = compiled.program.captured.training
-        if training and call.batch < self._cut():
-            raise ValueError(
-                f"batch: {call.batch} samples cannot be cut into {self._cut()} pieces (dp x microbatches of the plan); "
-                "pass more samples (a loader's last batch may be small: drop_last=True), or pin fewer microbatches"
-            )
-        if training:
+        shares = self._shares(call, local)
+        if compiled.program.captured.training:
+            self._check_cut(shares)
             self.program = compiled.program
-        return compiled
+        return compiled, shares
 
     def _keep(self, key: Any, compiled: Compiled) -> None:
         """Keep a new program; of too many, forget that used longest ago, and say once what keeps changing."""
@@ -174,22 +163,39 @@ class Session:
                 stacklevel=2,
             )
 
-    def _cut(self) -> int:
-        assert self.plan is not None
-        return self.plan.mesh.degree("dp") * self.plan.microbatches
-
-    def _microbatches(self, call: Call) -> int:
-        """A forward-only program of a small batch has fewer microbatches than the plan; a training one never has."""
+    def _shares(self, call: Call, local: tuple[int, ...] | None) -> tuple[int, ...]:
+        """The samples of each data rank: its own, or its part of the whole batch."""
         assert self.plan is not None
         degree = self.plan.mesh.degree("dp")
-        if call.batch < degree:
+        if local is None and call.batch < degree:
             raise ValueError(
                 f"batch: {call.batch} samples cannot be cut over dp={degree} data ranks; pass at least {degree} samples"
             )
-        return min(self.plan.microbatches, call.batch // degree)
+        return local or pieces(call.batch, degree)
 
-    def _compile(self, model: torch.nn.Module, call: Call, target: bool) -> Compiled:
-        program = self._given(model, call) or self._lowered(model, call, target)
+    def _check_cut(self, shares: tuple[int, ...]) -> None:
+        """Refuse a training batch of which some data rank has fewer samples than microbatches."""
+        assert self.plan is not None
+        degree, count = self.plan.mesh.degree("dp"), self.plan.microbatches
+        if min(shares) < count:
+            batch = (
+                f"{sum(shares)} samples cannot be cut into {degree * count} pieces (dp x microbatches of the plan)"
+                if self.options.inputs == "global"
+                else f"the {min(shares)} samples of data rank {shares.index(min(shares))} cannot be cut into the "
+                f"plan's {count} microbatches"
+            )
+            raise ValueError(
+                f"batch: {batch}; pass more samples (a loader's last batch may be small: drop_last=True), or pin fewer "
+                "microbatches"
+            )
+
+    def _microbatches(self, shares: tuple[int, ...]) -> int:
+        """A forward-only program of a small batch has fewer microbatches than the plan; a training one never has."""
+        assert self.plan is not None
+        return min(self.plan.microbatches, *shares)
+
+    def _compile(self, model: torch.nn.Module, call: Call, target: bool, local: tuple[int, ...] | None) -> Compiled:
+        program = self._given(model, call) or self._lowered(model, call, target, local)
         device = self.transport.device if self.transport is not None else next(iter(call.tensors))[1].device
         ranks = range(self.size) if self.transport is None else (self.transport.rank,)
         return Compiled(program, tuple(Loaded.of(program, rank, device) for rank in ranks))
@@ -207,7 +213,7 @@ class Session:
         self.plan = program.plan
         return program
 
-    def _lowered(self, model: torch.nn.Module, call: Call, target: bool) -> Program:
+    def _lowered(self, model: torch.nn.Module, call: Call, target: bool, local: tuple[int, ...] | None) -> Program:
         """Capture the call and compile it under the plan, which is solved for at the first call."""
         loss_fn = self.options.loss_fn if target or not _takes_two(self.options.loss_fn) else None
         captured = compiler.captured_step(model, call, loss_fn, target, self.options.capture)
@@ -219,21 +225,23 @@ class Session:
             )
         known = self.plan or self.options.given_plan
         segmented = segment(captured, cuts=compiler.cuts(known) if known else compiler.named(self.options.stages))
-        self.plan = self.plan or self._plan(segmented)
+        self.plan = self.plan or self._plan(segmented, sum(local or (call.batch,)))
+        shares = self._shares(call, local)
         plan = (
             self.plan
             if captured.training
-            else replace(self.plan, microbatches=self._microbatches(call), batch=call.batch)
+            else replace(self.plan, microbatches=self._microbatches(shares), batch=sum(shares))
         )
         state = self.residence.state if self.residence is not None else None
         return compiler.lower(segmented, plan, state=state, check=self.options.verify)
 
-    def _plan(self, segmented: Segmented) -> Plan:
-        given = self.options.given_plan
+    def _plan(self, segmented: Segmented, batch: int) -> Plan:
+        given, inputs = self.options.given_plan, self.options.inputs
         if given is None:
-            return compiler.solve(segmented, devices=self.size, **self.options.pins())
+            pins = self.options.pins()
+            return compiler.solve(segmented, batch=batch, inputs=inputs, devices=self.size, **pins)
         compiler.check_fingerprint(given, segmented.captured)
-        return given
+        return given if given.inputs == inputs else compiler.predicted(segmented, replace(given, inputs=inputs))
 
     # Running
 
@@ -242,24 +250,33 @@ class Session:
         assert self.transport is not None
         self.residence = Residence(model, self.transport, program.plan.mesh, program.state, dict(program.captured.tied))
 
-    def _run(self, model: torch.nn.Module, compiled: Compiled, call: Call) -> Sequence[StepResult]:
+    def _run(
+        self, model: torch.nn.Module, compiled: Compiled, call: Call, shares: tuple[int, ...]
+    ) -> Sequence[StepResult]:
         program = compiled.program
         inputs = dict(call.tensors)
         buffers = dict(model.named_buffers(remove_duplicate=False))
         buffers |= {constant.name: constant.tensor for constant in program.captured.constants}
         if self.transport is not None:
             assert self.residence is not None
-            return [run(compiled.loaded[0], self.transport, self.residence.states(), buffers, inputs, call.batch)]
+            return [run(compiled.loaded[0], self.transport, self.residence.states(), buffers, inputs, shares)]
         whole = {name: p.data for name, p in model.named_parameters(remove_duplicate=False)}
         mesh, state = program.plan.mesh, program.state
 
         def body(transport: Transport) -> StepResult:
             states = States.viewing(state, mesh, transport.rank, whole)
-            return run(compiled.loaded[transport.rank], transport, states, buffers, inputs, call.batch)
+            return run(compiled.loaded[transport.rank], transport, states, buffers, inputs, shares)
 
         return run_ranks(mesh.size, body, device=next(iter(inputs.values())).device)
 
-    def _result(self, model: torch.nn.Module, program: Program, call: Call, results: Sequence[StepResult]) -> Any:
+    def _result(
+        self,
+        model: torch.nn.Module,
+        program: Program,
+        call: Call,
+        results: Sequence[StepResult],
+        shares: tuple[int, ...],
+    ) -> Any:
         captured = program.captured
         outputs = dict(results[0].outputs)
         given = {item.value.name: item.target for item in captured.of_kind("input")}
@@ -268,6 +285,9 @@ class Session:
             if out.kind == "output" and out.name not in given and self.transport is None:
                 joined = _joined(out.name, out.dim if captured.training else None, results)
                 outputs |= {} if joined is None else {out.name: joined}
+        if self.options.inputs == "local" and self.transport is not None and not captured.training:
+            part = program.plan.mesh.coordinate(self.transport.rank).get("dp", 0)
+            outputs |= own_rows(captured, outputs, shares, part)
         if captured.training:
             assert captured.loss is not None
             outputs[captured.loss] = delivering(outputs[captured.loss], self._gradients(model, program, results))
@@ -287,8 +307,8 @@ class Session:
         for unit in program.staged.trained():
             owners = self._owners(unit, program) if self.transport is None else range(1)
             lists = [results[owner].gradients[unit.name] for owner in owners if unit.name in results[owner].gradients]
-            for parameter, pieces in zip(unit.parameters, zip(*lists, strict=True), strict=False):
-                found = [piece for piece in pieces if piece is not None]
+            for parameter, parts in zip(unit.parameters, zip(*lists, strict=True), strict=False):
+                found = [part for part in parts if part is not None]
                 if found and parameter.target in graded:
                     shape = found[0].shape if self.transport is not None else parameter.shape
                     pairs.append((parameters[parameter.target], _whole(found, shape)))
@@ -316,12 +336,16 @@ def _joined(name: str, dim: int | None, results: Sequence[StepResult]) -> torch.
     return found[0] if dim is None or len(found) == 1 else torch.cat(found, dim=dim)
 
 
-def _checksum(tensor: torch.Tensor) -> int:
-    """A checksum of at most 64 Ki elements spread over a tensor."""
-    flat = tensor.detach().reshape(-1)
-    step = max(1, flat.numel() // 65536)
-    sample = flat[::step].contiguous().cpu()
-    return zlib.crc32(sample.view(torch.uint8).numpy().tobytes()) if sample.numel() else 0
+def own_rows(
+    captured: Captured, outputs: Mapping[str, torch.Tensor], shares: Sequence[int], part: int
+) -> dict[str, torch.Tensor]:
+    """Of outputs for the samples of all data ranks, those of data rank `part`."""
+    found: dict[str, torch.Tensor] = {}
+    for out in captured.outputs:
+        if out.kind == "output" and out.dim is not None and outputs.get(out.name) is not None:
+            each = outputs[out.name].shape[out.dim] // sum(shares)
+            found[out.name] = outputs[out.name].narrow(out.dim, each * sum(shares[:part]), each * shares[part])
+    return found
 
 
 def _takes_two(loss_fn: Any) -> bool:

@@ -17,6 +17,9 @@ Shape = tuple[int, ...]
 
 META = torch.device("meta")
 
+PROLOGUE = "prologue"
+"""The function that computes what a whole step needs of its inputs before the first microbatch."""
+
 _WORD = re.compile(r"\w+")
 
 
@@ -25,7 +28,8 @@ class Spec:
     """A tensor's shape and dtype, standing for it.
 
     `microbatch` is the one that it belongs to, None for what all share; `unit` the unit that it is a parameter of;
-    `call` the number of the body's call that made it. None of these count when specs are compared.
+    `call` the number of the body's call that made it; `own` that it is computed from one data rank's samples where
+    the whole batch is meant. None of these count when specs are compared.
     """
 
     shape: Shape
@@ -33,6 +37,7 @@ class Spec:
     microbatch: int | None = field(default=None, compare=False)
     unit: str = field(default="", compare=False)
     call: int = field(default=-1, compare=False)
+    own: bool = field(default=False, compare=False)
 
 
 class Samples(int):
@@ -62,7 +67,7 @@ def _body_nodes(tree: ast.Module) -> Iterator[ast.FunctionDef]:
     for node in tree.body:
         if isinstance(node, ast.FunctionDef):
             formals = [a.arg for a in node.args.args]
-            if formals[:2] == ["b", "B"] or node.name == "prologue":
+            if formals[:2] == ["b", "B"] or node.name == PROLOGUE:
                 yield node
 
 
@@ -93,9 +98,7 @@ def parse(source: str, name: str) -> Parsed:
         words = _WORD.findall(text)
         alone = functions.isdisjoint({*words} - {node.name})
         # Every body has B among its formals; the prologue begins with it.
-        bodies[node.name] = Body(
-            text if alone else source, node.name == "prologue" or not alone or words.count("B") > 1
-        )
+        bodies[node.name] = Body(text if alone else source, node.name == PROLOGUE or not alone or words.count("B") > 1)
     return Parsed(compile(tree, name, "exec"), bodies)
 
 
@@ -152,11 +155,11 @@ def _specs(value: Any) -> Any:
     return tuple(_specs(item) for item in value) if isinstance(value, tuple | list) else value
 
 
-def made_by(value: Any, microbatch: int | None, call: int) -> Any:
+def made_by(value: Any, microbatch: int | None, call: int, *, own: bool = False) -> Any:
     """A body's results as those of one call, which belong to a microbatch."""
     if isinstance(value, Spec):
-        return Spec(value.shape, value.dtype, microbatch, call=call)
-    return tuple(made_by(item, microbatch, call) for item in value) if isinstance(value, tuple) else value
+        return Spec(value.shape, value.dtype, microbatch, call=call, own=own)
+    return tuple(made_by(item, microbatch, call, own=own) for item in value) if isinstance(value, tuple) else value
 
 
 def joined(parts: Sequence[Spec], dim: int | None) -> Spec:

@@ -48,6 +48,7 @@ def predict_traffic(staged: Staged, scheduled: Scheduled, plan: Plan) -> tuple[S
     held = [_held(staged, places, column) for column in range(len(rows))]
     wires = {unit.name: unit.padded(degree) * degree * unit.dtype.itemsize for unit in staged.state.units}
     everywhere = tuple(_outputs(staged, plan))
+    reads = [_reads_prologue(staged, places, column) for column in range(len(rows))]
     known: dict[object, Sent] = {}
     made = []
     for rank in range(mesh.size):
@@ -59,6 +60,7 @@ def predict_traffic(staged: Staged, scheduled: Scheduled, plan: Plan) -> tuple[S
             sizes = pieces(shares[part], plan.microbatches)
             calls = [*_each_microbatch(rows[column], wires, degree, plan.microbatches), *across, *everywhere]
             calls += _once(staged, held[column], wires, degree)
+            calls += _counts(staged, degree) if plan.inputs == "local" and reads[column] else ()
             known[key] = _added(_sends(staged, scheduled.table[column], sizes), calls)
         made.append(known[key])
     return tuple(made)
@@ -103,6 +105,23 @@ def _once(staged: Staged, units: Sequence[Unit], wires: Mapping[str, int], degre
                 yield "reduce_scatter", wires[unit.name], degree, 1
             else:
                 yield "all_reduce", unit.nbytes, degree, 1
+
+
+def _reads_prologue(staged: Staged, places: Sequence[int], column: int) -> bool:
+    """Whether a stage of a pp rank reads a value of the prologue."""
+    names = {item.value.name for item in staged.segmented.captured.of_kind("prologue")}
+    return any(
+        names & {*segment.forward_fixed, *segment.backward_fixed}
+        for stage, segments in enumerate(staged.stages)
+        if places[stage] == column
+        for segment in segments
+    )
+
+
+def _counts(staged: Staged, degree: int) -> Calls:
+    """The sums over the whole batch that are added up from those of the data ranks, once a step."""
+    for item in staged.segmented.captured.of_kind("prologue"):
+        yield "all_reduce", item.value.nbytes(1), degree, 1
 
 
 def _across_stages(staged: Staged, units: Sequence[Unit], places: Sequence[int], part: int, degree: int) -> Calls:

@@ -22,7 +22,7 @@ Position = tuple[int, int]
 Meeting: TypeAlias = tuple[Position, ...]
 """What happens at once on several ranks: a send and its receive, or one collective of all of a group."""
 
-COLLECTIVES = frozenset({"all_gather", "regather", "reduce_scatter", "all_reduce", "total", "everywhere"})
+COLLECTIVES = frozenset({"all_gather", "regather", "reduce_scatter", "all_reduce", "summed", "total", "everywhere"})
 
 
 def transfers(texts: Sequence[Text]) -> list[Meeting]:
@@ -123,7 +123,7 @@ def _check_meeting(texts: Sequence[Text], group: tuple[int, ...], meeting: Seque
 
 def _same(event: Event) -> tuple[object, ...]:
     """What all members of a group must have in common."""
-    shapes = {"total": event.what[:1], "everywhere": event.what}.get(event.call, ())
+    shapes = {"total": event.what[:1], "everywhere": event.what, "summed": event.what}.get(event.call, ())
     return event.call, event.unit, event.axis, event.stages, shapes
 
 

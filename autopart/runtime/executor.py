@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,13 +47,13 @@ def run(
     states: States,
     buffers: Mapping[str, torch.Tensor],
     inputs: Mapping[str, torch.Tensor],
-    size: int,
+    shares: Sequence[int],
 ) -> StepResult:
-    """One step on this rank, for a whole batch of `size` samples given by `inputs` (by path in the call)."""
+    """One step on this rank. `shares` are the samples of each data rank; `inputs` holds them (by path in the call)."""
     program, plan = loaded.program, loaded.program.plan
-    degree, part = plan.mesh.degree("dp"), plan.mesh.coordinate(loaded.rank).get("dp", 0)
+    part = plan.mesh.coordinate(loaded.rank).get("dp", 0)
     dims = dict(program.captured.batch_dims)
-    batch = Batch(inputs, dims, size, degree, part, loaded.namespace["MICROBATCHES"])
+    batch = Batch(inputs, dims, shares, part, loaded.namespace["MICROBATCHES"], local=plan.inputs == "local")
     world = World(transport, plan.mesh, loaded.namespace["PLACE"], states, buffers, batch)
     before = transport.bytes_sent()
     try:
