@@ -18,6 +18,7 @@ from autopart.api.agreement import agree
 from autopart.api.options import Options
 from autopart.api.plain import as_plain, check_hooks, constants
 from autopart.capture.call import Call
+from autopart.capture.pattern import Pattern
 from autopart.errors import CaptureError
 from autopart.ir.captured import Captured
 from autopart.ir.mesh import pieces
@@ -25,6 +26,7 @@ from autopart.ir.plan import Plan
 from autopart.ir.program import Program
 from autopart.ir.segmented import Segmented
 from autopart.ir.state import Unit
+from autopart.passes.normalise import normalise
 from autopart.passes.segment import segment
 from autopart.passes.verify import verify
 from autopart.runtime import distributed
@@ -38,6 +40,7 @@ from autopart.runtime.transport import Transport
 
 NO_TARGET = capturing.NO_TARGET
 CACHED_PROGRAMS = 8
+KEPT_PATTERNS = 4  # of training and evaluation, with and without optional arguments
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +63,7 @@ class Session:
         self.program: Program | None = None
         self.report: Report | None = None
         self.warned = False
+        self.patterns: tuple[Pattern, ...] = ()
         self.programs: OrderedDict[Any, Compiled] = OrderedDict()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Session:
@@ -167,10 +171,6 @@ class Session:
         """The samples of each data rank: its own, or its part of the whole batch."""
         assert self.plan is not None
         degree = self.plan.mesh.degree("dp")
-        if local is None and call.batch < degree:
-            raise ValueError(
-                f"batch: {call.batch} samples cannot be cut over dp={degree} data ranks; pass at least {degree} samples"
-            )
         return local or pieces(call.batch, degree)
 
     def _check_cut(self, shares: tuple[int, ...]) -> None:
@@ -190,9 +190,12 @@ class Session:
             )
 
     def _microbatches(self, shares: tuple[int, ...]) -> int:
-        """A forward-only program of a small batch has fewer microbatches than the plan; a training one never has."""
+        """A forward-only program of a small batch has fewer microbatches than the plan; a training one never has.
+
+        Where a batch has fewer samples than there are data ranks, some of these run on none.
+        """
         assert self.plan is not None
-        return min(self.plan.microbatches, *shares)
+        return max(1, min(self.plan.microbatches, *shares))
 
     def _compile(self, model: torch.nn.Module, call: Call, target: bool, local: tuple[int, ...] | None) -> Compiled:
         program = self._given(model, call) or self._lowered(model, call, target, local)
@@ -203,7 +206,7 @@ class Session:
     def _given(self, model: torch.nn.Module, call: Call) -> Program | None:
         """The pinned program, verified, if it is one for this call: same shapes, dtypes and other arguments."""
         program = self.options.given_program
-        if program is None or not torch.is_grad_enabled() or program.captured.call != call.key():
+        if program is None or not torch.is_grad_enabled() or program.captured.call != call.text:
             return None
         trained = {name: p.requires_grad for name, p in model.named_parameters(remove_duplicate=False)}
         if any(item.requires_grad != trained.get(item.target) for item in program.captured.of_kind("parameter")):
@@ -216,7 +219,12 @@ class Session:
     def _lowered(self, model: torch.nn.Module, call: Call, target: bool, local: tuple[int, ...] | None) -> Program:
         """Capture the call and compile it under the plan, which is solved for at the first call."""
         loss_fn = self.options.loss_fn if target or not _takes_two(self.options.loss_fn) else None
-        captured = compiler.captured_step(model, call, loss_fn, target, self.options.capture)
+        route = self.options.capture
+        captured, pattern = capturing.capture_again(
+            model, call, self.patterns, loss_fn=loss_fn, target=target, route=route
+        )
+        self.patterns = (pattern, *(other for other in self.patterns if other is not pattern))[:KEPT_PATTERNS]
+        captured = normalise(captured)
         if not captured.training and torch.is_grad_enabled() and model.training:
             raise CaptureError(
                 f"{type(model).__name__} returns no loss that requires grad, so there is nothing to train: return the "
@@ -227,13 +235,15 @@ class Session:
         segmented = segment(captured, cuts=compiler.cuts(known) if known else compiler.named(self.options.stages))
         self.plan = self.plan or self._plan(segmented, sum(local or (call.batch,)))
         shares = self._shares(call, local)
-        plan = (
-            self.plan
-            if captured.training
-            else replace(self.plan, microbatches=self._microbatches(shares), batch=sum(shares))
-        )
+        plan = self.plan if captured.training else self._evaluating(shares)
         state = self.residence.state if self.residence is not None else None
         return compiler.lower(segmented, plan, state=state, check=self.options.verify)
+
+    def _evaluating(self, shares: tuple[int, ...]) -> Plan:
+        """The plan for a forward-only program; it is checked at a batch that gives every data rank a sample."""
+        assert self.plan is not None
+        count = self._microbatches(shares)
+        return replace(self.plan, microbatches=count, batch=max(sum(shares), count * len(shares)))
 
     def _plan(self, segmented: Segmented, batch: int) -> Plan:
         given, inputs = self.options.given_plan, self.options.inputs

@@ -39,7 +39,7 @@ class Captured:
     tree: Any
     result: tuple[str | tuple[str, Any], ...]
     tied: tuple[tuple[str, str], ...]
-    call: tuple[Any, ...] = ()  # what of the call it holds for: shapes but for the batch, dtypes, other arguments
+    call: str = ""  # what of the call it holds for: shapes but for the batch, dtypes, other arguments
     constants: tuple[Constant, ...] = ()
     prologue: tuple[Node, ...] = ()
 
