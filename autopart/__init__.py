@@ -1,7 +1,7 @@
 """autopart: a compiler that places a PyTorch training step on many devices, and shows the program each rank runs."""
 
 from autopart import schedules, testing
-from autopart.api import compile, parallelize, plan
+from autopart.api import compile, parallelize, plan, simulate
 from autopart.cluster import Cluster
 from autopart.errors import AutopartError, CaptureError, PlanInfeasible, RankFailure, VerificationError
 from autopart.ir.placement import Placement
@@ -23,6 +23,7 @@ __all__ = [
     "parallelize",
     "plan",
     "schedules",
+    "simulate",
     "testing",
     "verify",
 ]

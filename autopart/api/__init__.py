@@ -1,6 +1,7 @@
-"""The public functions: `plan`, `compile` and `parallelize`."""
+"""The public functions: `plan`, `compile`, `parallelize` and `simulate`."""
 
 from autopart.api.compiler import compile, plan
 from autopart.api.module import parallelize
+from autopart.api.timeline import simulate
 
-__all__ = ["compile", "parallelize", "plan"]
+__all__ = ["compile", "parallelize", "plan", "simulate"]
