@@ -235,7 +235,8 @@ def show(name: str, width: int, found: dict[str, Any]) -> str:
     row, seconds = ROWS[name], found["seconds"]
     ratio, target = ratios(seconds, "autopart", "peer"), row.targets.get(width)
     verdict = "" if target is None else f"{target:.2f} {'met' if ratio.meets(target) else 'missed'}"
-    memory = f"{found['held']['autopart'] / found['held']['peer']:.3f} / {found['peak']['autopart'] / found['peak']['peer']:.3f}"
+    held, peak = (found[what]["autopart"] / found[what]["peer"] for what in ("held", "peak"))
+    memory = f"{held:.3f} / {peak:.3f}"
     ms = (f"{1000 * bootstrap(seconds[side]).median:7.0f}" for side in ("autopart", "peer"))
     return f"{name:5}{width:6}  {row.peer:22}{'  '.join(ms)}  {ratio!s:>22}  {verdict:>12}  {memory:>15}"
 
@@ -275,13 +276,12 @@ def main() -> None:
     print(f"{machine()}, {options.rounds} rounds")
     print("row   width  peer                  autopart ms  peer ms     ratio [interval]        target  held / peak")
     for width in widths:
-        for count in (1, 2) if names else ():
+        for count in (1, 2):
             if count <= (os.cpu_count() or 1):
                 arguments = ["--one", "threads", "--width", str(width), "--rounds", str(options.rounds)]
                 seconds = ranks(__file__, arguments, 1, threads=count)["seconds"]["eager"]
-                print(
-                    f"{'':5}{width:6}  one eager process, {count} thread{'s' * (count > 1)}: {1000 * bootstrap(seconds).median:.0f} ms"
-                )
+                milliseconds = 1000 * bootstrap(seconds).median
+                print(f"{'':5}{width:6}  one eager process, {count} thread{'s' * (count > 1)}: {milliseconds:.0f} ms")
         for name in names:
             print(run_row(name, width, options.rounds), flush=True)
 
