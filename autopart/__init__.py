@@ -1,7 +1,7 @@
 """autopart: a compiler that places a PyTorch training step on many devices, and shows the program each rank runs."""
 
 from autopart import schedules, testing
-from autopart.api import compile, load, parallelize, plan, save
+from autopart.api import compile, load, parallelize, plan, save, simulate
 from autopart.cluster import Cluster
 from autopart.errors import AutopartError, CaptureError, PlanInfeasible, RankFailure, VerificationError
 from autopart.ir.placement import Placement
@@ -25,6 +25,7 @@ __all__ = [
     "plan",
     "save",
     "schedules",
+    "simulate",
     "testing",
     "verify",
 ]

@@ -1,4 +1,7 @@
-"""The command line: `autopart demo | plan | inspect`, thin covers of the functions of the same names."""
+"""The command line: `autopart demo | plan | inspect | verify | simulate | run`, covers of what the library does.
+
+Exit status: 0; 1 where something fails or is refused; 2 where the request itself is wrong.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ import typer
 
 from autopart import demo as demonstration
 from autopart.errors import AutopartError
+from autopart.schedules import Timeline
 
 app = typer.Typer(help=__doc__, no_args_is_help=True, add_completion=False, pretty_exceptions_show_locals=False)
 
@@ -27,6 +31,7 @@ Schedule = Annotated[str | None, typer.Option(help="a pipeline schedule, such as
 Microbatches = Annotated[int | None, typer.Option(help="how many; default: chosen")]
 Memory = Annotated[str | None, typer.Option(help="the limit per device, such as 16GiB")]
 Stages = Annotated[int | None, typer.Option(help="how many pipeline stages; default: chosen")]
+Folder = Annotated[Path, typer.Argument(help="a folder that `inspect --out` or Program.write made")]
 Devices = Annotated[int | None, typer.Option(help="how many ranks; default: the size of the mesh")]
 
 
@@ -184,6 +189,62 @@ def inspect(
         typer.echo(program.ranks[rank].source)
 
 
+@app.command()
+def verify(folder: Folder) -> None:
+    """Check a written program, edited or not, by the gate that every program passes."""
+    import autopart
+
+    typer.echo(str(autopart.verify(autopart.Program.read(folder))))
+
+
+@app.command()
+def simulate(
+    path: Annotated[Path, typer.Argument(help="a plan's file, or the folder of a written program")],
+    device: Annotated[str | None, typer.Option(help="time a program on these devices, such as h100-80")] = None,
+    nodes: Annotated[int, typer.Option(min=1, help="how many machines of these devices")] = 1,
+) -> None:
+    """Print the predicted timeline of a step: its length, the bubble, what each rank does when."""
+    import autopart
+
+    if not path.exists():
+        raise ValueError(f"path: there is no {path}")
+    subject = autopart.Program.read(path) if path.is_dir() else autopart.Plan.load(path)
+    plan = subject.plan if isinstance(subject, autopart.Program) else subject
+    devices = -(-plan.mesh.size // nodes)
+    cluster = None if device is None else autopart.Cluster.preset(device, nodes=nodes, per_node=devices)
+    typer.echo(describe(autopart.simulate(subject, cluster)))
+
+
+def describe(timeline: Timeline) -> str:
+    """A timeline as text: its length and bubble, and a line a pipeline rank with its share of work and a bar of it."""
+    width, whole = 60, timeline.makespan
+    lines = [f"step     {whole:.4g} s", f"bubble   {timeline.flush_bubble / whole if whole else 0:.1%}"]
+    for rank in range(len(timeline.idle)):
+        spans = [span for span in timeline.spans if span.rank == rank]
+        busy = sum(span.end - span.start for span in spans)
+        bar = ["."] * width
+        for span in spans:
+            for place in range(int(span.start / whole * width), max(1, int(span.end / whole * width))):
+                bar[place] = str(span.action.kind)
+        lines.append(f"rank {rank:<3} {busy / whole:6.1%} busy, {timeline.peak_activations[rank]:g} microbatches held")
+        lines.append(f"         {''.join(bar)}")
+    return "\n".join(lines)
+
+
+@app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
+)
+def run(
+    context: typer.Context,
+    script: Annotated[str, typer.Argument(help="the script; what follows it are its own arguments")],
+    nproc: Annotated[int, typer.Option(min=1, help="how many processes, one a rank")] = 1,
+) -> None:
+    """Run a script on several processes of this machine, one a rank, as torchrun does."""
+    from autopart.launcher import launch
+
+    raise typer.Exit(launch(script, context.args, nproc))
+
+
 def make_plan(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], **options: Any) -> Any:
     """`autopart.plan` with the options that were given; `devices` is the size of the mesh where only that was."""
     import autopart
@@ -195,12 +256,12 @@ def make_plan(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], **optio
 
 
 def main() -> None:
-    """The entry point. Errors that speak to the user are printed without a traceback; the exit status is then 1."""
+    """The entry point. Errors that speak to the user are printed without a traceback."""
     try:
         app()
-    except (AutopartError, ValueError) as error:
+    except (AutopartError, ValueError, OSError) as error:
         typer.echo(f"autopart: {error}", err=True)
-        sys.exit(1)
+        sys.exit(1 if isinstance(error, AutopartError) else 2)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
+import shutil
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -55,7 +61,7 @@ def test_errors_are_one_line(capsys: pytest.CaptureFixture[str], monkeypatch: py
     monkeypatch.setattr("sys.argv", ["autopart", "plan", "mine"])
     with pytest.raises(SystemExit) as exit_info:
         cli.main()
-    assert exit_info.value.code == 1
+    assert exit_info.value.code == 2
     printed = capsys.readouterr()
     assert printed.out == ""
     assert re.fullmatch(r"autopart: target: .*\n", printed.err)
@@ -63,7 +69,7 @@ def test_errors_are_one_line(capsys: pytest.CaptureFixture[str], monkeypatch: py
 
 def test_help_names_every_command() -> None:
     printed = invoke("--help")
-    assert all(name in printed for name in ("demo", "plan", "inspect"))
+    assert all(name in printed for name in ("demo", "plan", "inspect", "verify", "simulate", "run"))
 
 
 def test_plan_prints_and_saves(tmp_path: Path) -> None:
@@ -81,3 +87,103 @@ def test_inspect_prints_the_rank_or_writes_all(tmp_path: Path) -> None:
     assert any(tmp_path.rglob("*.py"))
     with pytest.raises(ValueError, match=r"^rank: 2 is not one of the 2 ranks"):
         invoke(*INSPECT, "--rank", "2")
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A written program."""
+    folder = tmp_path_factory.mktemp("program")
+    invoke(*INSPECT, "--out", str(folder))
+    return folder
+
+
+def status(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
+    """The exit status of the command line and what it prints to the error stream."""
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as exit_info:
+        patch.setattr("sys.argv", ["autopart", *arguments])
+        cli.main()
+    return int(exit_info.value.code or 0), capsys.readouterr().err
+
+
+def test_verify_a_folder(written: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert re.search(r"transfers +\d+ sends with their receives", invoke("verify", str(written)))
+    edited = Path(shutil.copytree(written, tmp_path / "edited"))
+    text = (edited / "rank1.py").read_text()
+    (edited / "rank1.py").write_text(text.replace("world.send(", "print(", 1))
+    code, told = status(capsys, "verify", str(edited))
+    assert code == 1 and re.match(r"autopart: rule \w+: rank", told) and "line" in told
+    for folder in (tmp_path / "absent", tmp_path):
+        code, told = status(capsys, "verify", str(folder))
+        assert code == 2 and re.fullmatch(r"autopart: .*: not a written program .*\n", told)
+
+
+def test_simulate_a_folder_or_a_plan(written: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for path, options in ((written, []), (written / "plan.json", []), (written, ["--device", "h100-80"])):
+        printed = invoke("simulate", str(path), *options)
+        assert re.search(r"step .* s\nbubble .*%\nrank 0 .*% busy", printed) and "rank 1" in printed
+    assert status(capsys, "simulate", "nowhere.json") == (2, "autopart: path: there is no nowhere.json\n")
+    code, told = status(capsys, "simulate", str(written / "actions.json"))
+    assert code == 2 and "not a plan" in told and told.count("\n") == 1
+
+
+RANK = """
+import os, sys, time
+import autopart
+rank = int(os.environ["RANK"])
+print("rank", rank, "of", os.environ["WORLD_SIZE"], *sys.argv[1:], os.getpid(), flush=True)
+if "fail" in sys.argv and rank == 1:
+    raise ValueError("the planted fault")
+if len(sys.argv) > 1 and sys.argv[1] != "--well":
+    time.sleep(60)
+"""
+
+
+def start(script: Path, *arguments: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "autopart.cli", "run", "--nproc", "2", str(script), *arguments]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen(command, env=env, start_new_session=True, **pipes)  # type: ignore[call-overload, no-any-return]
+
+
+@pytest.mark.parametrize(("arguments", "code"), [(["--well", "said"], 0), (["fail"], 1)])
+def test_run_a_script(arguments: list[str], code: int, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(RANK)
+    process = start(script, *arguments)
+    try:
+        output, _ = process.communicate(timeout=60)
+    finally:
+        kill(process)
+    assert process.returncode == code, output
+    assert all(f"rank {rank} of 2 {' '.join(arguments)}" in output for rank in range(2)), output
+    if code:
+        assert output.count("ValueError: the planted fault") == 1, output
+        assert output.count("autopart: rank 1 exited with 1; all 2 processes have ended") == 1, output
+        assert output.count("Traceback") == 1, output
+
+
+def test_an_interrupted_run_leaves_nothing_behind(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(RANK)
+    process = start(script, "wait")
+    try:
+        assert process.stdout is not None
+        lines = [process.stdout.readline() for _ in range(2)]
+        os.kill(process.pid, signal.SIGINT)
+        output, _ = process.communicate(timeout=60)
+    finally:
+        kill(process)
+    assert process.returncode == 130, output
+    ranks = [int(line.split()[-1]) for line in lines]
+    assert not any(Path(f"/proc/{rank}").exists() for rank in ranks), lines
+
+
+def kill(process: subprocess.Popen[str]) -> None:
+    """End a process and whatever it started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def test_run_wants_a_script(capsys: pytest.CaptureFixture[str]) -> None:
+    assert status(capsys, "run", "nowhere.py") == (2, "autopart: script: there is no file nowhere.py\n")

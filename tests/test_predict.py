@@ -17,7 +17,7 @@ from autopart.capture.call import Call
 from autopart.codegen.recording import load
 from autopart.draws import Draws
 from autopart.ir.action import Scheduled
-from autopart.ir.mesh import Mesh
+from autopart.ir.mesh import Mesh, pieces
 from autopart.ir.placement import PRESETS, Placement
 from autopart.ir.plan import Plan, Prediction, Stage, StageMemory, stage_ranks
 from autopart.ir.program import Program
@@ -163,7 +163,12 @@ def measure(made: Case, edit: Callable[[str], str] = lambda source: source) -> l
         part = mesh.coordinate(rank).get("dp", 0)
         parts = mesh.degree("dp")
         batch = Batch(
-            dict(call.tensors), dict(captured.batch_dims), call.batch, parts, part, made.plan.microbatches, Draws(0, 0)
+            dict(call.tensors),
+            dict(captured.batch_dims),
+            pieces(call.batch, parts),
+            part,
+            made.plan.microbatches,
+            Draws(0, 0),
         )
         world = World(transport, mesh, program["PLACE"], states, buffers, batch)
         with torch.no_grad():

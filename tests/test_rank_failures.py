@@ -9,11 +9,13 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import autopart
@@ -176,10 +178,13 @@ def test_a_loop_that_fails_on_one_rank(case: str, size: int, cause: str) -> None
 
 
 def test_a_loop_that_is_shorter_on_one_rank() -> None:
+    """F077."""
     result = launch(loop, 3, ["stops"], timeout=60, check=False)
     assert result.codes == (1, 0, 1), result
     assert max(result.ended) - result.ended[1] < LIMIT, result
-    message = "rank 1 has ended its script already; every rank must make the same calls of the model"
+    message = (
+        "rank 1 has ended its script already; every rank must make the same calls of the model, also for evaluation"
+    )
     assert "".join(result.outputs).count(message) == 1, result
     quiet = next(output for output in (result.outputs[0], result.outputs[2]) if message not in output)
     assert re.fullmatch(r"rank \d stopped because rank \d failed", quiet.strip()), result
@@ -192,3 +197,25 @@ def test_a_loop_that_is_shorter_on_one_rank() -> None:
 def test_the_same_loops_in_the_local_world(case: str, message: str) -> None:
     with pytest.raises(RankFailure, match=message):
         LocalWorld(3).run(loop, case)
+
+
+def evaluating_alone() -> str:
+    """Rank 1 evaluates while rank 0 does something else for longer than the process group waits."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=4))
+    model, batch = sample()
+    parallel = autopart.parallelize(model, mesh={"dp": 2}, capture="direct")
+    parallel(*batch).backward()
+    parallel.eval()
+    if dist.get_rank() == 1:
+        parallel(*batch)
+    time.sleep(60)
+    return "not reached"
+
+
+def test_an_evaluation_on_one_rank_alone_names_who_is_missing() -> None:
+    """F070."""
+    result = launch(evaluating_alone, 2, timeout=40, check=False)
+    assert all(result.codes), result
+    message = "RankFailure: rank 1: all_gather_object over (0, 1) cannot happen: rank 0 has not joined in; every rank"
+    assert message in result.outputs[1], result
+    assert result.outputs[0].strip() == "rank 0 stopped because rank 1 failed", result

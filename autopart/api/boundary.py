@@ -16,6 +16,17 @@ Gradients = Sequence[tuple[torch.Tensor, torch.Tensor]]
 """(parameter or input, its gradient)."""
 
 
+def check_local(captured: Captured) -> None:
+    """Refuse, where each data rank passes its own samples, what would be given whole to every rank."""
+    whole = "a module that returns no loss" if captured.deferred else "an input that requires grad"
+    if captured.deferred or any(out.kind == "input_grad" for out in captured.outputs):
+        raise ValueError(
+            f"inputs: with 'local' every data rank has its own samples, and {whole} is not supported: outputs and "
+            "gradients of inputs would be those of all ranks; return the loss, detach the inputs, or pass the whole "
+            "batch on every rank (inputs='global')"
+        )
+
+
 def input_gradients(captured: Captured, call: Call, outputs: Mapping[str, torch.Tensor]) -> Gradients:
     """Each of the call's tensors that has a gradient, with it."""
     tensors = dict(call.tensors)

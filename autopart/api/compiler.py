@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Unpack
 
 import torch
@@ -14,12 +15,14 @@ from autopart.api.plain import check_hooks
 from autopart.capture.call import Call
 from autopart.codegen.shapes import Bodies
 from autopart.ir.captured import Captured
+from autopart.ir.mesh import pieces
 from autopart.ir.plan import Plan
 from autopart.ir.program import Program
 from autopart.ir.segmented import Segmented
 from autopart.ir.state import State
 from autopart.passes.costs import costs
 from autopart.passes.emit import emit
+from autopart.passes.judge import check_sums
 from autopart.passes.normalise import normalise
 from autopart.passes.predict import with_memory, with_traffic
 from autopart.passes.recompute import recompute, with_regions
@@ -50,8 +53,8 @@ def captured_step(
     return normalise(made, semantics=semantics, outputs=outputs)
 
 
-def solve(segmented: Segmented, **pins: Unpack[Pins]) -> Plan:
-    """solve: the plan for a segmented step, with its predictions."""
+def solve(segmented: Segmented, *, batch: int | None = None, inputs: str = "global", **pins: Unpack[Pins]) -> Plan:
+    """solve: the plan for a segmented step, with its predictions. `batch` is the whole one, by default the call's."""
     captured = segmented.captured
     _check_patterns(pins.get("placement"), captured)
     if captured.deferred:
@@ -59,17 +62,24 @@ def solve(segmented: Segmented, **pins: Unpack[Pins]) -> Plan:
         pins["schedule"] = FORWARDS_FIRST
     again = costs(recompute(segmented, [segment.name for segment in segmented.segments]))
     plain = costs(recompute(segmented))
-    chosen = choose(plain, recomputed=again, batch=captured.batch, fingerprint=fingerprint(captured), **pins)
-    chosen = with_regions(chosen, segmented)
-    _check_slices(segmented, chosen)
-    staged = split(shard(recompute(segmented, chosen.recompute)), chosen)
-    lowered = scheduled(staged, chosen)
-    return with_memory(with_traffic(chosen, staged, lowered), staged, lowered)
+    size = batch or captured.batch
+    chosen = choose(plain, recomputed=again, batch=size, fingerprint=fingerprint(captured), **pins)
+    return predicted(segmented, replace(with_regions(chosen, segmented), inputs=inputs))
+
+
+def predicted(segmented: Segmented, plan: Plan) -> Plan:
+    """The plan with its traffic and memory counted on the graph."""
+    _check_slices(segmented, plan)
+    staged = split(shard(recompute(segmented, plan.recompute)), plan)
+    lowered = scheduled(staged, plan)
+    return with_memory(with_traffic(plan, staged, lowered), staged, lowered)
 
 
 def lower(segmented: Segmented, plan: Plan, *, state: State | None = None, check: bool = True) -> Program:
     """recompute, shard, split, schedule, emit and verify."""
     _check_slices(segmented, plan)
+    if plan.inputs == "local" and plan.mesh.degree("dp") > 1:
+        check_sums(segmented.captured.inputs, segmented.captured.prologue)
     staged = split(shard(recompute(segmented, plan.recompute)), plan, state=state)
     bodies = Bodies()
     program = emit(staged, scheduled(staged, plan), plan, bodies=bodies)
@@ -156,18 +166,24 @@ def check_fingerprint(plan: Plan, captured: Captured) -> None:
 
 def _check_slices(segmented: Segmented, plan: Plan) -> None:
     if segmented.captured.training:
-        check_cut(plan.batch, plan, least_samples(segmented.captured))
+        check_cut(pieces(plan.batch, plan.mesh.degree("dp")), plan, least_samples(segmented.captured))
 
 
-def check_cut(batch: int, plan: Plan, least: int) -> None:
-    """Refuse a batch that the plan cannot cut into slices of at least `least` samples."""
-    pieces = plan.mesh.degree("dp") * plan.microbatches
-    if batch < pieces * least:
-        each = f" of {least} samples, without which a BatchNorm has no variance" if least > 1 else ""
-        raise ValueError(
-            f"batch: {batch} samples cannot be cut into {pieces} pieces{each} (dp x microbatches of the plan); "
-            "pass more samples (a loader's last batch may be small: drop_last=True), or pin fewer microbatches"
-        )
+def check_cut(shares: Sequence[int], plan: Plan, least: int) -> None:
+    """Refuse a batch, of so many samples a data rank, that the plan cannot cut into slices of at least `least`."""
+    degree, count, few = plan.mesh.degree("dp"), plan.microbatches, min(shares)
+    if few >= count * least:
+        return
+    each = f" of {least} samples, without which a BatchNorm has no variance" if least > 1 else ""
+    batch = (
+        f"the {few} samples of data rank {shares.index(few)} cannot be cut into the plan's {count} microbatches{each}"
+        if plan.inputs == "local"
+        else f"{sum(shares)} samples cannot be cut into {degree * count} pieces{each} (dp x microbatches of the plan)"
+    )
+    raise ValueError(
+        f"batch: {batch}; pass more samples (a loader's last batch may be small: drop_last=True), or pin fewer "
+        "microbatches"
+    )
 
 
 def check_semantics(semantics: str) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from autopart.cluster import Cluster
 from autopart.ir.mesh import Mesh
 from autopart.ir.placement import PRESETS, Placement
-from autopart.ir.plan import Plan
+from autopart.ir.plan import INPUTS, Plan
 from autopart.ir.program import Program
 from autopart.schedules import names
 
@@ -27,6 +27,7 @@ class Options:
     loss_fn: Callable[..., Any] | None = None
     batch: Mapping[str, int | None] | None = None
     semantics: str = "exact"
+    inputs: str = "global"
     capture: str = "compile"
     hooks: str = "refuse"
     outputs: str | None = None
@@ -45,6 +46,7 @@ class Options:
         _whole("devices", self.devices)
         _whole("microbatches", self.microbatches)
         _one_of("semantics", self.semantics, SEMANTICS)
+        _one_of("inputs", self.inputs, INPUTS)
         _one_of("capture", self.capture, ("compile", "direct"))
         _one_of("hooks", self.hooks, ("refuse", "ignore"))
         _one_of("outputs", self.outputs, (None, "all"))
@@ -54,6 +56,10 @@ class Options:
             raise TypeError(f"weights: expected the path of a safetensors file or folder, not {self.weights!r}")
         if self.plan is not None and not isinstance(self.plan, Plan | Program):
             raise TypeError(f"plan: expected an autopart.Plan or autopart.Program, not {type(self.plan).__name__}")
+        if isinstance(self.plan, Program) and self.plan.plan.inputs != self.inputs:
+            raise ValueError(
+                f"inputs: the program was made for inputs={self.plan.plan.inputs!r}, not {self.inputs!r}; pass the same"
+            )
         if self.cluster is not None and not isinstance(self.cluster, Cluster):
             raise TypeError(f"cluster: expected an autopart.Cluster, not {type(self.cluster).__name__}")
         if self.batch is not None and not isinstance(self.batch, Mapping):
@@ -111,6 +117,28 @@ class Options:
         if wanted is None and self.cluster is not None:
             wanted = self.cluster.devices
         return found or wanted or 1
+
+    def given_mesh(self) -> Mesh | None:
+        """The mesh, as far as an argument says it."""
+        return self.given_plan.mesh if self.given_plan is not None else self.axes() if self.mesh is not None else None
+
+    def check_inputs(self, size: int, *, separate: bool) -> None:
+        """Refuse inputs="local" where it cannot be; `separate` says that each rank makes a call of its own.
+
+        Raises ValueError.
+        """
+        if self.inputs == "global" or size == 1:
+            return
+        if not separate:
+            raise ValueError(
+                f"inputs: 'local' needs a call by each rank, but all {size} ranks run inside this one call; start the "
+                "script with torchrun (or use autopart.testing.LocalWorld), or pass the whole batch, inputs='global'"
+            )
+        if self.given_mesh() is None:
+            raise ValueError(
+                "inputs: with 'local' the mesh must be given, as it says which ranks pass the same samples: for one "
+                f"share of the batch a rank, parallelize(mesh={{'dp': {size}}}, inputs='local')"
+            )
 
     def pins(self) -> dict[str, Any]:
         """What `solve` takes."""

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 import warnings
-import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,17 +14,22 @@ import torch
 from autopart import _torch
 from autopart import capture as capturing
 from autopart.api import compiler
+from autopart.api.agreement import agree
 from autopart.api.boundary import Gradients as InputGradients
-from autopart.api.boundary import deferred_outputs, input_gradients
+from autopart.api.boundary import check_local, deferred_outputs, input_gradients
 from autopart.api.copies import Copies
 from autopart.api.options import Options
 from autopart.api.plain import as_plain, check_hooks, constants
 from autopart.capture.call import Call
+from autopart.capture.pattern import Pattern
 from autopart.draws import Draws, following
+from autopart.ir.captured import Captured
+from autopart.ir.mesh import pieces
 from autopart.ir.plan import Plan
 from autopart.ir.program import Program
 from autopart.ir.segmented import Segmented
 from autopart.ir.state import Unit
+from autopart.passes.normalise import normalise
 from autopart.passes.schedule import FORWARDS_FIRST, check_deferred
 from autopart.passes.segment import segment
 from autopart.passes.slices import least_samples
@@ -47,6 +50,7 @@ from autopart.runtime.weights import Files
 
 NO_TARGET = capturing.NO_TARGET
 CACHED_PROGRAMS = 8
+KEPT_PATTERNS = 4  # of training and evaluation, with and without optional arguments
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +80,7 @@ class Session:
         self.warned = False
         self.waiting = False  # inside no_sync()
         self.unreduced = Unreduced()
+        self.patterns: tuple[Pattern, ...] = ()
         self.programs: OrderedDict[Any, Compiled] = OrderedDict()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Session:
@@ -102,8 +107,8 @@ class Session:
         moved_args, moved_kwargs, moved_target = self._moved((args, dict(kwargs), target))
         with as_plain(model, self.plain):
             call = capturing.read(model, moved_args, moved_kwargs, batch=self.options.batch, target=moved_target)
-            seed = self._agree(model, call)
-            compiled = self._compiled(model, call, target is not NO_TARGET)
+            seed, local = self._agree(model, call)
+            compiled, shares = self._compiled(model, call, target is not NO_TARGET, local)
         if self.transport is not None and self.residence is None:
             self._adopt(model, compiled.program)
         if materials is not None:
@@ -112,11 +117,11 @@ class Session:
             self.at_placement.pop(0)()
         counts = model.training and torch.is_grad_enabled()
         draws = following(self.draws, seed) if counts else self.draws or Draws(seed, 0)
-        results = self._run(model, compiled, call, draws)
+        results = self._run(model, compiled, call, shares, draws)
         self.draws = draws if counts else self.draws
         self.report = Report(tuple(result.report for result in results))
         _write_buffers(model, results[0].world.updated)
-        return self._result(model, compiled.program, call, results)
+        return self._result(model, compiled.program, call, results, shares)
 
     # The world
 
@@ -128,6 +133,7 @@ class Session:
         if self.transport is None and distributed.launched():
             self.transport = distributed.join()
         self.options.world_size(self.transport.size if self.transport is not None else None)
+        self.options.check_inputs(self.size, separate=self.transport is not None)
         self.joined = True
 
     @property
@@ -146,29 +152,15 @@ class Session:
         device = self.transport.device
         return _torch.pytree.tree_map(lambda x: x.to(device) if isinstance(x, torch.Tensor) else x, values)
 
-    def _agree(self, model: torch.nn.Module, call: Call) -> int:
-        """Torch's seed on rank 0, for all. Raises ValueError on every rank if they do not make the same call."""
-        seed = torch.initial_seed()
+    def _agree(self, model: torch.nn.Module, call: Call) -> tuple[int, tuple[int, ...] | None]:
+        """Torch's seed on rank 0, for all, and the samples of each data rank where each has its own.
+
+        Raises ValueError on every rank if their calls do not fit.
+        """
         if self.transport is None or self.transport.size == 1:
-            return seed
-        shapes = hashlib.sha256(repr(self._key(model, call)).encode()).hexdigest()
-        mine = {
-            "inputs' shapes, dtypes or values of other arguments, or the model's modes": shapes,
-            "batch size": call.batch,
-        }
-        mine["use of no_sync()"] = self.holds
-        mine["inputs' contents"] = tuple(_checksum(tensor) for _, tensor in call.tensors)
-        every, seeds = zip(
-            *self.transport.all_gather_object((mine, seed), tuple(range(self.transport.size))), strict=True
-        )
-        for what in mine:
-            odd = [rank for rank, other in enumerate(every) if other[what] != every[0][what]]
-            if odd:
-                raise ValueError(
-                    f"the ranks make different calls: the {what} of rank {odd[0]} differ from rank 0's; every rank "
-                    "passes the same whole batch (seed the loader alike on every rank, without a distributed sampler)"
-                )
-        return int(seeds[0])
+            return torch.initial_seed(), None
+        mesh = self.options.given_mesh() if self.options.inputs == "local" else None
+        return agree(self.transport, self._key(model, call), call, mesh, held=self.holds)
 
     # Plan and programs
 
@@ -179,23 +171,26 @@ class Session:
         casts = tuple((kind, torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind))
         return call.key(), torch.is_grad_enabled(), modes, trained, casts
 
-    def _compiled(self, model: torch.nn.Module, call: Call, target: bool) -> Compiled:
+    def _compiled(
+        self, model: torch.nn.Module, call: Call, target: bool, local: tuple[int, ...] | None
+    ) -> tuple[Compiled, tuple[int, ...]]:
+        """The program for a call, and the samples of each data rank (`local` where each passes its own)."""
         made_of = (self._key(model, call), constants(model, shapes=self.transport is None), target)
-        key = (made_of, self._microbatches(call) if self.plan is not None else None)
+        key = (made_of, self._microbatches(self._shares(call, local)) if self.plan is not None else None)
         if key in self.programs:
             self.programs.move_to_end(key)
         else:
             if self.residence is not None:
                 model = self.residence.whole_copy(model)
-            compiled = self._compile(model, call, target)
-            key = (made_of, self._microbatches(call))
+            compiled = self._compile(model, call, target, local)
+            key = (made_of, self._microbatches(self._shares(call, local)))
             self._keep(key, compiled)
         compiled = self.programs[key]
-        training = compiled.program.captured.training
-        if training:
-            compiler.check_cut(call.batch, compiled.program.plan, compiled.least)
+        shares = self._shares(call, local)
+        if compiled.program.captured.training:
+            compiler.check_cut(shares, compiled.program.plan, compiled.least)
             self.program = compiled.program
-        return compiled
+        return compiled, shares
 
     def _keep(self, key: Any, compiled: Compiled) -> None:
         """Keep a new program; of too many, forget that used longest ago, and say once what keeps changing."""
@@ -213,18 +208,22 @@ class Session:
                 stacklevel=2,
             )
 
-    def _microbatches(self, call: Call) -> int:
-        """A forward-only program of a small batch has fewer microbatches than the plan; a training one never has."""
+    def _shares(self, call: Call, local: tuple[int, ...] | None) -> tuple[int, ...]:
+        """The samples of each data rank: its own, or its part of the whole batch."""
         assert self.plan is not None
         degree = self.plan.mesh.degree("dp")
-        if call.batch < degree:
-            raise ValueError(
-                f"batch: {call.batch} samples cannot be cut over dp={degree} data ranks; pass at least {degree} samples"
-            )
-        return min(self.plan.microbatches, call.batch // degree)
+        return local or pieces(call.batch, degree)
 
-    def _compile(self, model: torch.nn.Module, call: Call, target: bool) -> Compiled:
-        program = self._given(model, call) or self._lowered(model, call, target)
+    def _microbatches(self, shares: tuple[int, ...]) -> int:
+        """A forward-only program of a small batch has fewer microbatches than the plan; a training one never has.
+
+        Where a batch has fewer samples than there are data ranks, some of these run on none.
+        """
+        assert self.plan is not None
+        return max(1, min(self.plan.microbatches, *shares))
+
+    def _compile(self, model: torch.nn.Module, call: Call, target: bool, local: tuple[int, ...] | None) -> Compiled:
+        program = self._given(model, call) or self._lowered(model, call, target, local)
         device = self.transport.device if self.transport is not None else next(iter(call.tensors))[1].device
         ranks = range(self.size) if self.transport is None else (self.transport.rank,)
         loaded = tuple(Loaded.of(program, rank, device) for rank in ranks)
@@ -233,7 +232,7 @@ class Session:
     def _given(self, model: torch.nn.Module, call: Call) -> Program | None:
         """The pinned program, verified, if it is one for this call: same shapes, dtypes and other arguments."""
         program = self.options.given_program
-        if program is None or not torch.is_grad_enabled() or program.captured.call != call.key():
+        if program is None or not torch.is_grad_enabled() or program.captured.call != call.text:
             return None
         trained = {name: p.requires_grad for name, p in model.named_parameters(remove_duplicate=False)}
         outputs = [out for out in program.captured.outputs if out.kind == "output"]
@@ -246,33 +245,44 @@ class Session:
         self.plan = program.plan
         return program
 
-    def _lowered(self, model: torch.nn.Module, call: Call, target: bool) -> Program:
+    def _lowered(self, model: torch.nn.Module, call: Call, target: bool, local: tuple[int, ...] | None) -> Program:
         """Capture the call and compile it under the plan, which is solved for at the first call."""
         loss_fn = self.options.loss_fn if target or not _takes_two(self.options.loss_fn) else None
         asked = self.options
-        captured = compiler.captured_step(
-            model, call, loss_fn, target, asked.capture, semantics=asked.meaning, outputs=asked.outputs
+        captured, pattern = capturing.capture_again(
+            model, call, self.patterns, loss_fn=loss_fn, target=target, route=asked.capture
         )
+        self.patterns = (pattern, *(other for other in self.patterns if other is not pattern))[:KEPT_PATTERNS]
+        captured = normalise(captured, semantics=asked.meaning, outputs=asked.outputs)
+        if asked.inputs == "local":
+            check_local(captured)
         pinned = asked.given_plan
         if captured.deferred:
             check_deferred(pinned.schedule if pinned is not None else asked.schedule)
         known = self.plan or pinned
         segmented = segment(captured, cuts=compiler.cuts(known) if known else compiler.named(asked.stages))
-        self.plan = self.plan or self._plan(segmented)
+        self.plan = self.plan or self._plan(segmented, sum(local or (call.batch,)))
         plan = self.plan
         if captured.deferred:
             plan = replace(plan, schedule=FORWARDS_FIRST)
         elif not captured.training:
-            plan = replace(plan, microbatches=self._microbatches(call), batch=call.batch)
+            plan = self._evaluating(self._shares(call, local))
         state = self.residence.state if self.residence is not None else None
         return compiler.lower(segmented, plan, state=state, check=self.options.verify)
 
-    def _plan(self, segmented: Segmented) -> Plan:
-        given = self.options.given_plan
+    def _evaluating(self, shares: tuple[int, ...]) -> Plan:
+        """The plan for a forward-only program; it is checked at a batch that gives every data rank a sample."""
+        assert self.plan is not None
+        count = self._microbatches(shares)
+        return replace(self.plan, microbatches=count, batch=max(sum(shares), count * len(shares)))
+
+    def _plan(self, segmented: Segmented, batch: int) -> Plan:
+        given, inputs = self.options.given_plan, self.options.inputs
         if given is None:
-            return compiler.solve(segmented, devices=self.size, **self.options.pins())
+            pins = self.options.pins()
+            return compiler.solve(segmented, batch=batch, inputs=inputs, devices=self.size, **pins)
         compiler.check_fingerprint(given, segmented.captured)
-        return given
+        return given if given.inputs == inputs else compiler.predicted(segmented, replace(given, inputs=inputs))
 
     # Parameters
 
@@ -317,7 +327,9 @@ class Session:
             session.joined, session.transport, session.plan = self.joined, self.transport, self.plan
             session._adopt(twin, program)
 
-    def _run(self, model: torch.nn.Module, compiled: Compiled, call: Call, draws: Draws) -> Sequence[StepResult]:
+    def _run(
+        self, model: torch.nn.Module, compiled: Compiled, call: Call, shares: tuple[int, ...], draws: Draws
+    ) -> Sequence[StepResult]:
         program = compiled.program
         inputs, hold = dict(call.tensors), self.holds
         buffers = dict(model.named_buffers(remove_duplicate=False))
@@ -325,18 +337,25 @@ class Session:
         if self.transport is not None:
             assert self.residence is not None
             states = self.residence.states()
-            return [run(compiled.loaded[0], self.transport, states, buffers, inputs, call.batch, draws, hold=hold)]
+            return [run(compiled.loaded[0], self.transport, states, buffers, inputs, shares, draws, hold=hold)]
         whole = {name: p.data for name, p in model.named_parameters(remove_duplicate=False)}
         mesh, state = program.plan.mesh, program.state
 
         def body(transport: Transport) -> StepResult:
             states = States.viewing(state, mesh, transport.rank, whole)
             loaded = compiled.loaded[transport.rank]
-            return run(loaded, transport, states, buffers, inputs, call.batch, draws, hold=hold)
+            return run(loaded, transport, states, buffers, inputs, shares, draws, hold=hold)
 
         return run_ranks(mesh.size, body, device=next(iter(inputs.values())).device)
 
-    def _result(self, model: torch.nn.Module, program: Program, call: Call, results: Sequence[StepResult]) -> Any:
+    def _result(
+        self,
+        model: torch.nn.Module,
+        program: Program,
+        call: Call,
+        results: Sequence[StepResult],
+        shares: tuple[int, ...],
+    ) -> Any:
         captured = program.captured
         outputs = dict(results[0].outputs)
         given = {item.value.name: item.target for item in captured.of_kind("input")}
@@ -345,6 +364,9 @@ class Session:
             if out.kind == "output" and out.name not in given and self.transport is None:
                 joined = _joined(out.name, None if out.everywhere else out.dim, results)
                 outputs |= {} if joined is None else {out.name: joined}
+        if self.options.inputs == "local" and self.transport is not None and not captured.training:
+            part = program.plan.mesh.coordinate(self.transport.rank).get("dp", 0)
+            outputs |= own_rows(captured, outputs, shares, part)
         if captured.deferred:
             outputs |= self._deferred(model, program, call, results)
         elif captured.training:
@@ -424,8 +446,8 @@ class Session:
                 continue
             owners = self._owners(unit, program) if self.transport is None else range(1)
             lists = [gradients[owner][unit.name] for owner in owners if unit.name in gradients[owner]]
-            for parameter, pieces in zip(unit.parameters, zip(*lists, strict=True), strict=False):
-                found = [piece for piece in pieces if piece is not None]
+            for parameter, parts in zip(unit.parameters, zip(*lists, strict=True), strict=False):
+                found = [part for part in parts if part is not None]
                 if found and parameter.target in graded:
                     shape = found[0].shape if self.transport is not None else parameter.shape
                     pairs.append((parameters[parameter.target], _whole(found, shape)))
@@ -461,12 +483,16 @@ def _joined(name: str, dim: int | None, results: Sequence[StepResult]) -> torch.
     return found[0] if dim is None or len(found) == 1 else torch.cat(found, dim=dim)
 
 
-def _checksum(tensor: torch.Tensor) -> int:
-    """A checksum of at most 64 Ki elements spread over a tensor."""
-    flat = tensor.detach().reshape(-1)
-    step = max(1, flat.numel() // 65536)
-    sample = flat[::step].contiguous().cpu()
-    return zlib.crc32(sample.view(torch.uint8).numpy().tobytes()) if sample.numel() else 0
+def own_rows(
+    captured: Captured, outputs: Mapping[str, torch.Tensor], shares: Sequence[int], part: int
+) -> dict[str, torch.Tensor]:
+    """Of outputs for the samples of all data ranks, those of data rank `part`."""
+    found: dict[str, torch.Tensor] = {}
+    for out in captured.outputs:
+        if out.kind == "output" and out.dim is not None and outputs.get(out.name) is not None:
+            each = outputs[out.name].shape[out.dim] // sum(shares)
+            found[out.name] = outputs[out.name].narrow(out.dim, each * sum(shares[:part]), each * shares[part])
+    return found
 
 
 def _takes_two(loss_fn: Any) -> bool:

@@ -62,6 +62,11 @@ class Call:
         args, kwargs = _torch.pytree.tree_unflatten(list(self.leaves), self.spec)
         return args, kwargs
 
+    @property
+    def text(self) -> str:
+        """The key as text, which another process can compare."""
+        return repr(self.key())
+
     def key(self) -> tuple[Any, ...]:
         """What a compiled program depends on: everything but the values and the batch size."""
         return (str(self.spec), *(_leaf_key(leaf, dim) for leaf, dim in zip(self.leaves, self.dims, strict=True)))

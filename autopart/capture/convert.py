@@ -44,7 +44,7 @@ def convert(small: Trace, large: Trace, call: Call, names: Names) -> Captured:
         outputs=merge.outputs(),
         training=small.training,
         batch=call.batch,
-        call=call.key(),
+        call=call.text,
         batch_dims=tuple((p, d) for p, d in zip(call.paths, call.dims, strict=True) if d is not None),
         tree=small.tree,
         result=merge.result(),

@@ -15,7 +15,7 @@ from typing import Any, cast
 
 import torch
 
-from autopart.codegen.shapes import META, Bodies, Body, Samples, Shape, Spec, joined, made_by, parse, shown
+from autopart.codegen.shapes import META, PROLOGUE, Bodies, Body, Samples, Shape, Spec, joined, made_by, parse, shown
 from autopart.ir.action import Action, Kind
 from autopart.ir.mesh import pieces
 from autopart.ir.state import State, Unit
@@ -72,7 +72,8 @@ class Recording:
 class RecordingBatch:
     """A batch of shapes: `sizes` of this data rank's microbatches, `size` of the whole batch.
 
-    `draws` has what each random operation is computed from.
+    `draws` has what each random operation is computed from. Where `local`, the inputs hold the samples of this data
+    rank alone.
     """
 
     def __init__(
@@ -81,8 +82,11 @@ class RecordingBatch:
         sizes: Sequence[int],
         size: int,
         draws: Mapping[str, Spec] | None = None,
+        *,
+        local: bool = False,
     ) -> None:
-        self.inputs, self.size, self.draws = inputs, size, draws or {}
+        self.inputs, self.size, self.samples, self.local = inputs, size, sum(sizes), local
+        self.draws = draws or {}
         self.drawn: set[tuple[str, int]] = set()
         self.sizes = tuple(Samples(number, k) for k, number in enumerate(sizes))
 
@@ -105,13 +109,9 @@ class RecordingBatch:
         self.drawn.add((name, k))
         return replace(self.draws[name], microbatch=self.sizes[k].microbatch)
 
-    def share(self, part: int, parts: int) -> int:
-        """The number of samples of a data rank."""
-        return pieces(self.size, parts)[part]
-
     def whole(self, name: str) -> Spec:
-        """The whole input."""
-        return self.inputs[name](self.size)
+        """The whole input; where it is local, its shape for this data rank's samples."""
+        return replace(self.inputs[name](self.samples), own=True) if self.local else self.inputs[name](self.size)
 
 
 class RecordingStore(dict[int, Any]):
@@ -216,6 +216,14 @@ class RecordingWorld:
     def wait(self) -> None:
         """Wait for the reductions that were begun."""
         self._add("wait")
+
+    def summed(self, value: Spec, *, axis: str) -> Spec:
+        """A sum over an axis of what each rank computed from its own samples."""
+        if not value.own:
+            raise TypeError("what is summed is not of this data rank's samples alone: it is whole already")
+        whole = replace(value, own=False)
+        self._add("summed", what=(whole,), axis=axis)
+        return whole
 
     def buffer(self, name: str) -> Spec:
         """A buffer or constant."""
@@ -423,7 +431,13 @@ def _recorded(function: Callable[..., Any], body: Body, world: RecordingWorld, b
     def recorded(*args: Any, **kwargs: Any) -> Any:
         args = inspect.signature(function).bind(*args, **kwargs).args if kwargs else args
         owner = world.owner(args)
-        made = made_by(bodies.call(function, body, args), owner, len(world.calls))
+        own = any(isinstance(arg, Spec) and arg.own for arg in args)
+        if own and function.__name__ != PROLOGUE:
+            raise TypeError(
+                f"{function.__name__} is given what was computed from this data rank's samples alone; make it whole "
+                'first, with world.summed(..., axis="dp")'
+            )
+        made = made_by(bodies.call(function, body, args), owner, len(world.calls), own=own)
         world.calls.append(frozenset(arg.unit for arg in args if isinstance(arg, Spec) and arg.unit))
         return made
 

@@ -17,6 +17,9 @@ Shape = tuple[int, ...]
 
 META = torch.device("meta")
 
+PROLOGUE = "prologue"
+"""The function that computes what a whole step needs of its inputs before the first microbatch."""
+
 _WORD = re.compile(r"\w+")
 
 
@@ -26,8 +29,8 @@ class Spec:
 
     `microbatch` is the one that it belongs to, None for what all share; `unit` the unit that it is a parameter of;
     `call` the number of the body's call that made it, `place` its place in the tuple that this returned it in; `whole`
-    marks what has the samples of the whole batch. None of
-    these count when specs are compared.
+    marks what has the samples of the whole batch, `own` what is computed from one data rank's samples where the whole
+    batch is meant. None of these count when specs are compared.
     """
 
     shape: Shape
@@ -37,6 +40,7 @@ class Spec:
     call: int = field(default=-1, compare=False)
     place: int = field(default=0, compare=False)
     whole: bool = field(default=False, compare=False)
+    own: bool = field(default=False, compare=False)
 
 
 class Samples(int):
@@ -66,7 +70,7 @@ def _body_nodes(tree: ast.Module) -> Iterator[ast.FunctionDef]:
     for node in tree.body:
         if isinstance(node, ast.FunctionDef):
             formals = [a.arg for a in node.args.args]
-            if formals[:2] == ["b", "B"] or node.name == "prologue":
+            if formals[:2] == ["b", "B"] or node.name == PROLOGUE:
                 yield node
 
 
@@ -97,9 +101,7 @@ def parse(source: str, name: str) -> Parsed:
         words = _WORD.findall(text)
         alone = functions.isdisjoint({*words} - {node.name})
         # Every body has B among its formals; the prologue begins with it.
-        bodies[node.name] = Body(
-            text if alone else source, node.name == "prologue" or not alone or words.count("B") > 1
-        )
+        bodies[node.name] = Body(text if alone else source, node.name == PROLOGUE or not alone or words.count("B") > 1)
     return Parsed(compile(tree, name, "exec"), bodies)
 
 
@@ -156,13 +158,13 @@ def _specs(value: Any) -> Any:
     return tuple(_specs(item) for item in value) if isinstance(value, tuple | list) else value
 
 
-def made_by(value: Any, microbatch: int | None, call: int, place: int = 0) -> Any:
+def made_by(value: Any, microbatch: int | None, call: int, place: int = 0, *, own: bool = False) -> Any:
     """A body's results as those of one call, which belong to a microbatch."""
     if isinstance(value, Spec):
-        return Spec(value.shape, value.dtype, microbatch, call=call, place=place)
-    return (
-        tuple(made_by(item, microbatch, call, i) for i, item in enumerate(value)) if isinstance(value, tuple) else value
-    )
+        return Spec(value.shape, value.dtype, microbatch, call=call, place=place, own=own)
+    if not isinstance(value, tuple):
+        return value
+    return tuple(made_by(item, microbatch, call, i, own=own) for i, item in enumerate(value))
 
 
 def joined(parts: Sequence[Spec], dim: int | None) -> Spec:

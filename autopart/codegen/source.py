@@ -8,6 +8,7 @@ from autopart.codegen import stages as stage_text
 from autopart.codegen.bodies import bodies
 from autopart.codegen.functions import function
 from autopart.codegen.layout import layout
+from autopart.codegen.shapes import PROLOGUE
 from autopart.codegen.step import edges, prologue_inputs, step
 from autopart.ir.action import Scheduled
 from autopart.ir.plan import Plan
@@ -30,13 +31,14 @@ def code(staged: Staged, scheduled: Scheduled, plan: Plan, held: Sequence[int]) 
     homes = staged.state.homes()
     layouts = {s: [layout(x, staged.segmented, homes) for x in staged.stages[s]] for s in held}
     text = bodies(item for s in held for item in layouts[s])
-    lines = [*_prologue(staged, held), *text.lines, *edges(staged, held)]
+    local = plan.inputs == "local"
+    lines = [*_prologue(staged, held, local and degree > 1), *text.lines, *edges(staged, held)]
     for s in held:
         lines += stage_text.forward(staged, s, layouts[s], text.names, degree)
         if any(item.body.backward is not None for item in layouts[s]):
             last = scheduled.last_backward(s)
             lines += stage_text.backward(staged, s, layouts[s], text.names, degree, last)
-    lines += step(staged, held, scheduled.table[scheduled.schedule.place[held[0]]], degree)
+    lines += step(staged, held, scheduled.table[scheduled.schedule.place[held[0]]], degree, local=local)
     return _joined(lines)
 
 
@@ -63,6 +65,7 @@ def _header(staged: Staged, scheduled: Scheduled, plan: Plan, rank: int, held: S
         "",
         f"{kind}, schedule {schedule.name}, {schedule.microbatches} microbatches, placements {placements}",
         "b is the number of samples in the microbatch at hand, B in the whole batch.",
+        *(["Each data rank is given its own samples."] if plan.inputs == "local" else []),
         '"""',
         "",
         "import torch",
@@ -76,12 +79,17 @@ def _header(staged: Staged, scheduled: Scheduled, plan: Plan, rank: int, held: S
     ]
 
 
-def _prologue(staged: Staged, held: Sequence[int]) -> list[str]:
+def _prologue(staged: Staged, held: Sequence[int], local: bool) -> list[str]:
     captured = staged.segmented.captured
     wanted = any(stage_text.stage_prologue(staged, s, backward=back) for s in held for back in (False, True))
     if not wanted:
         return []
-    formals = ["B", *(name for _, _, name in prologue_inputs(staged))]
+    formals = [*(["b", "B"] if local else ["B"]), *(name for _, _, name in prologue_inputs(staged))]
     results = ", ".join(item.value.name for item in captured.of_kind("prologue"))
-    doc = "What depends on the whole batch's inputs alone, computed before its first microbatch."
-    return ["", "", *function("prologue", formals, captured.prologue, results, doc=doc, batch="B")]
+    doc = (
+        "What the inputs of this data rank's b samples, of B in all, add to the sums over the whole batch."
+        if local
+        else "What depends on the whole batch's inputs alone, computed before its first microbatch."
+    )
+    made = function(PROLOGUE, formals, captured.prologue, results, doc=doc, batch="b" if local else "B")
+    return ["", "", *made]

@@ -14,14 +14,15 @@ from autopart.ir.staged import Staged, averaged
 from autopart.ir.state import Unit
 
 
-def step(staged: Staged, stages: Sequence[int], row: Sequence[Action], degree: int) -> list[str]:
+def step(staged: Staged, stages: Sequence[int], row: Sequence[Action], degree: int, *, local: bool) -> list[str]:
     """The step of a rank that holds `stages` and performs `row` (compute, SEND and RECV); `degree` is that of dp.
 
-    A step without a loss is a generator: it yields its outputs, is sent their gradients, and goes on.
+    With `local`, each data rank is given its own samples, so what they add up to is summed over dp. A step without a
+    loss is a generator: it yields its outputs, is sent their gradients, and goes on.
     """
     units = [unit for unit in staged.state.units if set(unit.stages) & set(stages)]
     lines = ["", "", "def step(world, batch):", f'    """{_phases(row)}"""']
-    lines += _prologue(staged, stages)
+    lines += _prologue(staged, stages, local and degree > 1)
     stale = [f'world.regather("{unit.name}", axis="dp")' for unit in units if unit.updated_in_parts(degree)]
     if stale:
         lines.append("    # Parameters that the last optimizer step updated in parts are made whole again.")
@@ -85,15 +86,19 @@ def _spec(value: Value) -> str:
     return f"({', '.join(dims)}{',' if len(dims) == 1 else ''}), {value.dtype}"
 
 
-def _prologue(staged: Staged, stages: Sequence[int]) -> list[str]:
+def _prologue(staged: Staged, stages: Sequence[int], local: bool) -> list[str]:
     wanted = {name for s in stages for back in (False, True) for name in stage_prologue(staged, s, backward=back)}
     if not wanted:
         return []
     names = [item.target for item in staged.segmented.captured.of_kind("prologue")]
-    args = ["batch.size"]
+    args = ["batch.samples", "batch.size"] if local else ["batch.size"]
     for item in prologue_inputs(staged):
         args.append(f'batch.whole("{item[1]}")' if item[0] == "input" else f'world.buffer("{item[1]}")')
-    return ["    " + line for line in call(f"{', '.join(names)} = prologue", args, "")]
+    lines = call(f"{', '.join(names)} = prologue", args, "")
+    if local:
+        lines.append("# Each data rank has counted its own samples.")
+        lines += [f'{name} = world.summed({name}, axis="dp")' for name in names]
+    return ["    " + line for line in lines]
 
 
 def prologue_inputs(staged: Staged) -> tuple[tuple[str, str, str], ...]:

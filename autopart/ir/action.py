@@ -24,7 +24,7 @@ class Kind(StrEnum):
 
 COMPUTE = frozenset({Kind.F, Kind.B, Kind.I, Kind.W, Kind.R})
 
-_TEXT = re.compile(r"(\d+)([A-Z]+)(-?\d+)(?:s(\d+))?(?:p(\d+))?(?:>(\d+))?(?:@(\S+))?")
+_TEXT = re.compile(r"(-?\d+)([A-Z]+)(-?\d+)(?:s(\d+))?(?:p(\d+))?(?:>(\d+))?(?:@(\S+))?")
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,7 +41,7 @@ class Captured:
     result: tuple[str | tuple[str, Any], ...]
     tied: tuple[tuple[str, str], ...]
     modules: tuple[tuple[str, str], ...] = ()  # the further paths of a module that has several, with its first
-    call: tuple[Any, ...] = ()  # what of the call it holds for: shapes but for the batch, dtypes, other arguments
+    call: str = ""  # what of the call it holds for: shapes but for the batch, dtypes, other arguments
     constants: tuple[Constant, ...] = ()
     prologue: tuple[Node, ...] = ()
     sliced: bool = False

@@ -16,6 +16,9 @@ from autopart.ir.placement import Placement
 SCHEMA = "autopart.plan"
 VERSION = 1
 
+INPUTS = ("global", "local")
+"""What a rank may pass to a call: the whole batch, as every other rank does, or its data rank's own samples."""
+
 
 @dataclass(frozen=True, slots=True)
 class Stage:
@@ -74,6 +77,7 @@ class Plan:
     optimality: str
     notes: tuple[str, ...]
     fingerprint: str  # of the model that the plan was made for
+    inputs: str = "global"  # what each rank passes: the whole batch, or ("local") the samples of its data rank
 
     def __post_init__(self) -> None:
         if self.mesh.degree("pp") != len(self.stages):
@@ -87,6 +91,8 @@ class Plan:
             raise ValueError(f"plan: recompute names {', '.join(map(repr, unknown))}, but the segments are {names}")
         if not self.placements or self.placements[-1][0] != "*":
             raise ValueError("plan: the last placement pattern must be '*'")
+        if self.inputs not in INPUTS:
+            raise ValueError(f"plan: inputs must be one of {', '.join(INPUTS)}, not {self.inputs!r}")
         if self.microbatches < 1 or self.batch < self.mesh.degree("dp") * self.microbatches:
             raise ValueError(
                 f"plan: a batch of {self.batch} cannot be cut into dp={self.mesh.degree('dp')} x {self.microbatches}"

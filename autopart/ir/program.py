@@ -5,17 +5,22 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from autopart.ir.action import Action
 from autopart.ir.captured import Captured
+from autopart.ir.codec import decode, encode
 from autopart.ir.plan import Plan
 from autopart.ir.staged import Staged
 from autopart.ir.state import State
 
 if TYPE_CHECKING:
     import torch
+
+SCHEMA = "autopart.program"
+VERSION = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +68,63 @@ class Program:
         return self.trace(self)
 
     def write(self, folder: str | Path) -> Path:
-        """Write ``rank0.py``, ``rank1.py``, ... and ``plan.json`` into `folder` (made if absent) and return it."""
+        """Write the program into `folder` (made if absent) and return it: `read` reads it back.
+
+        ``rank0.py``, ``rank1.py``, ... are what the ranks run; ``plan.json`` and ``actions.json`` are for reading;
+        ``program.json`` is the graph that the texts are verified against. Raises TypeError for what JSON cannot hold.
+        """
         folder = Path(folder)
+        data = {"schema": SCHEMA, "version": VERSION, "staged": encode(self.staged)}
         folder.mkdir(parents=True, exist_ok=True)
         for rank in self.ranks:
-            (folder / f"rank{rank.rank}.py").write_text(rank.source)
+            (folder / f"rank{rank.rank}.py").write_text(rank.source, encoding="utf-8")
         self.plan.save(folder / "plan.json")
-        (folder / "actions.json").write_text(
-            json.dumps([[str(a) for a in rank.actions] for rank in self.ranks], indent=0)
-        )
+        rows = [[str(action) for action in rank.actions] for rank in self.ranks]
+        (folder / "actions.json").write_text(json.dumps(rows, indent=0), encoding="utf-8")
+        (folder / "program.json").write_text(json.dumps(data), encoding="utf-8")
         return folder
+
+    @classmethod
+    def read(cls, folder: str | Path) -> Program:
+        """The program in a folder that `write` made, with its texts as they are now: they may have been edited.
+
+        Nothing of them is executed and nothing is checked: `autopart.verify` does. `actions` are those of the texts as
+        they were written. Raises ValueError, naming the file, for a folder that is not such.
+        """
+        folder = Path(folder)
+        if not (folder / "program.json").is_file():
+            what = "there is no such folder" if not folder.is_dir() else "it has no program.json"
+            raise ValueError(f"{folder}: not a written program ({what}); Program.write makes one")
+        plan = Plan.load(_found(folder / "plan.json"))
+        data = _json(folder / "program.json")
+        if not isinstance(data, dict) or (data.get("schema"), data.get("version")) != (SCHEMA, VERSION):
+            raise ValueError(f"{folder / 'program.json'}: expected schema {SCHEMA!r}, version {VERSION}")
+        staged = decode(Staged, data.get("staged"), f"{folder / 'program.json'}: staged")
+        rows = _json(folder / "actions.json")
+        if not isinstance(rows, list) or len(rows) != plan.mesh.size:
+            raise ValueError(f"{folder / 'actions.json'}: expected the actions of {plan.mesh.size} ranks")
+        sources = [_found(folder / f"rank{rank}.py").read_text(encoding="utf-8") for rank in range(plan.mesh.size)]
+        ranks = (
+            RankProgram(rank, source, tuple(Action.parse(str(text)) for text in row))
+            for rank, (source, row) in enumerate(zip(sources, rows, strict=True))
+        )
+        return cls(tuple(ranks), plan, staged, _trace)
+
+
+def _trace(program: Program) -> tuple[StageGraphs, ...]:
+    """The stage graphs by codegen, a layer above, which is looked up when they are asked for."""
+    traced: tuple[StageGraphs, ...] = import_module("autopart.codegen.graphs").stage_graphs(program)
+    return traced
+
+
+def _found(path: Path) -> Path:
+    if not path.is_file():
+        raise ValueError(f"{path}: missing from the written program")
+    return path
+
+
+def _json(path: Path) -> Any:
+    try:
+        return json.loads(_found(path).read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path}: not JSON: {error}") from None

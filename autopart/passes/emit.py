@@ -13,7 +13,7 @@ from autopart.errors import VerificationError
 from autopart.ir.action import Scheduled
 from autopart.ir.captured import Captured
 from autopart.ir.graph import Value
-from autopart.ir.mesh import Mesh, pieces
+from autopart.ir.mesh import pieces
 from autopart.ir.plan import Plan
 from autopart.ir.program import Program, RankProgram
 from autopart.ir.staged import Staged
@@ -33,7 +33,7 @@ def emit(staged: Staged, scheduled: Scheduled, plan: Plan, *, bodies: Bodies | N
     bodies = bodies or Bodies()
     ranks = []
     for rank, text in enumerate(sources(staged, scheduled, plan)):
-        actions = observe(text, rank, captured, staged.state, mesh, plan.microbatches, plan.batch, bodies).actions
+        actions = observe(text, rank, captured, staged.state, plan, plan.batch, bodies).actions
         expected = planned[mesh.coordinate(rank).get("pp", 0)]
         if actions != expected:
             at = next((i for i, (a, b) in enumerate(zip(actions, expected, strict=False)) if a != b), len(expected))
@@ -45,11 +45,11 @@ def emit(staged: Staged, scheduled: Scheduled, plan: Plan, *, bodies: Bodies | N
 
 
 def observe(
-    text: str, rank: int, captured: Captured, state: State, mesh: Mesh, microbatches: int, batch: int, bodies: Bodies
+    text: str, rank: int, captured: Captured, state: State, plan: Plan, batch: int, bodies: Bodies
 ) -> Recording:
     """What one rank's text does for a whole batch of `batch` samples."""
-    parts, part = mesh.degree("dp"), mesh.coordinate(rank).get("dp", 0)
-    mine = pieces(pieces(batch, parts)[part], microbatches)
+    parts, part = plan.mesh.degree("dp"), plan.mesh.coordinate(rank).get("dp", 0)
+    mine = pieces(pieces(batch, parts)[part], plan.microbatches)
     # Data ranks run the same text but for its first line and their number.
     alike = (_RANK.sub("", text.partition("\n")[2]), mine, batch)
     number = _RANK.search(text)
@@ -68,11 +68,9 @@ def observe(
         if captured.deferred
     }
     draws = {item.target: _spec(item.value, batch) for item in captured.of_kind("random")}
-    world, pieces_of_it = (
-        RecordingWorld(state, parts, part, buffers, tangents),
-        RecordingBatch(inputs, mine, batch, draws),
-    )
-    seen = bodies.recordings[alike] = record(text, f"<rank {rank}>", world, pieces_of_it, bodies)
+    world = RecordingWorld(state, parts, part, buffers, tangents)
+    given = RecordingBatch(inputs, mine, batch, draws, local=parts > 1 and plan.inputs == "local")
+    seen = bodies.recordings[alike] = record(text, f"<rank {rank}>", world, given, bodies)
     return seen
 
 

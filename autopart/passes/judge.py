@@ -84,6 +84,32 @@ def takes_sizes(node: Node) -> bool:
     return any(True for _ in _numbers(node))
 
 
+def check_sums(inputs: Sequence[Input], prologue: Sequence[Node]) -> None:
+    """Raise CaptureError unless every value of a prologue is a plain sum over the samples.
+
+    Only such can be added up from what each data rank computes of its own samples.
+    """
+    scan = _Scan([item for item in inputs if item.kind != "prologue"], ())
+    wanted = {item.value.name for item in inputs if item.kind == "prologue"}
+    for index, node in enumerate(prologue):
+        where = "".join(
+            f"{part}: " for part in (node.source, f"in module {node.module!r}" if node.module else "") if part
+        )
+        try:
+            scan.node(index, node)
+        except NeededWhole as needed:
+            raise CaptureError(f"{where}{node.opname} of {', '.join(sorted(needed.names))} {_NOT_LOCAL}") from None
+        names = [name for name in node.names() if name in wanted and not isinstance(scan.facts[name].place, Partial)]
+        if names or scan.shares:
+            raise CaptureError(f"{where}{', '.join(names) or node.opname} {_NOT_LOCAL}")
+
+
+_NOT_LOCAL = (
+    "is needed over the whole batch and is no plain sum over its samples, so that with inputs='local' no data rank can "
+    "compute it; pass the whole batch on every rank (inputs='global')"
+)
+
+
 def _numbers(node: Node) -> Iterator[ArgPath]:
     """The arguments that are a `Size` used as a number, not as the size or place of a dim."""
     if not _has_size((node.args, node.kwargs)):

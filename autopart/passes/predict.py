@@ -54,6 +54,7 @@ def predict_traffic(staged: Staged, scheduled: Scheduled, plan: Plan) -> tuple[S
     wires = {unit.name: unit.wire_bytes(degree) for unit in staged.state.units}
     at_once = {unit.name for unit in staged.state.units if unit.reduced_at_once(degree)}
     everywhere = tuple(_outputs(staged, plan))
+    reads = [_reads_prologue(staged, places, column) for column in range(len(rows))]
     known: dict[object, Sent] = {}
     made = []
     for rank in range(mesh.size):
@@ -66,6 +67,7 @@ def predict_traffic(staged: Staged, scheduled: Scheduled, plan: Plan) -> tuple[S
             actions = [a for a in rows[column] if a.kind is Kind.GATHER or a.unit in at_once]
             calls = [*_each_microbatch(actions, wires, degree, plan.microbatches), *across, *everywhere]
             calls += _buffers(staged, places, column, degree)
+            calls += _counts(staged, degree) if plan.inputs == "local" and reads[column] else ()
             stages = [stage for stage, place in enumerate(places) if place == column]
             calls += _once(staged, held[column], stages, wires, degree)
             known[key] = _added(_sends(staged, scheduled.table[column], sizes), calls)
@@ -112,6 +114,23 @@ def _once(staged: Staged, units: Sequence[Unit], stages: Sequence[int], wires: M
             yield "reduce_scatter", wires[unit.name], degree, 1
         else:
             yield "all_reduce", unit.nbytes, degree, 1
+
+
+def _reads_prologue(staged: Staged, places: Sequence[int], column: int) -> bool:
+    """Whether a stage of a pp rank reads a value of the prologue."""
+    names = {item.value.name for item in staged.segmented.captured.of_kind("prologue")}
+    return any(
+        names & {*segment.forward_fixed, *segment.backward_fixed}
+        for stage, segments in enumerate(staged.stages)
+        if places[stage] == column
+        for segment in segments
+    )
+
+
+def _counts(staged: Staged, degree: int) -> Calls:
+    """The sums over the whole batch that are added up from those of the data ranks, once a step."""
+    for item in staged.segmented.captured.of_kind("prologue"):
+        yield "all_reduce", item.value.nbytes(1), degree, 1
 
 
 def _across_stages(staged: Staged, units: Sequence[Unit], places: Sequence[int], part: int, degree: int) -> Calls:

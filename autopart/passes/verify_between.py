@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from itertools import pairwise, zip_longest
-from typing import TypeAlias
-
-import networkx as nx
+from typing import TYPE_CHECKING, TypeAlias
 
 from autopart.codegen.recording import Event
 from autopart.codegen.shapes import shown
@@ -15,6 +13,9 @@ from autopart.errors import VerificationError
 from autopart.ir.action import COMPUTE, Kind
 from autopart.passes.verify_texts import Text, fault, told
 from autopart.schedules.progress import check
+
+if TYPE_CHECKING:
+    import networkx as nx
 
 Position = tuple[int, int]
 """Rank, and number of the event on it."""
@@ -24,7 +25,7 @@ Meeting: TypeAlias = tuple[Position, ...]
 
 BUFFERS = frozenset({"average_buffers", "maximum_buffers", "broadcast_buffers"})
 PARAMETERS = frozenset({"all_gather", "prefetch", "regather", "reduce_scatter", "all_reduce"})
-COLLECTIVES = BUFFERS | PARAMETERS | {"total", "everywhere"}
+COLLECTIVES = BUFFERS | PARAMETERS | {"summed", "total", "everywhere"}
 
 
 def transfers(texts: Sequence[Text]) -> list[Meeting]:
@@ -125,7 +126,7 @@ def _check_meeting(texts: Sequence[Text], group: tuple[int, ...], meeting: Seque
 
 def _same(event: Event) -> tuple[object, ...]:
     """What all members of a group must have in common."""
-    shapes = {"total": event.what[:1], "everywhere": event.what}.get(event.call, ())
+    shapes = {"total": event.what[:1], "everywhere": event.what, "summed": event.what}.get(event.call, ())
     return event.call, event.unit, event.axis, event.stages, event.buffers, shapes
 
 
@@ -135,6 +136,8 @@ def ends(texts: Sequence[Text], meetings: Sequence[Meeting]) -> int:
     A meeting happens when all who take part have come to it, so it waits for whatever each of them does before. These
     waits have a cycle exactly if the ranks deadlock.
     """
+    import networkx as nx
+
     _check_columns(texts)
     _check_yields(texts, meetings)
     event: dict[Position, Meeting] = {position: meeting for meeting in meetings for position in meeting}

@@ -78,9 +78,7 @@ def read(program: Program, rank: int, batch: int, bodies: Bodies) -> Text:
     plan, written = program.plan, program.ranks[rank]
     mesh, lines = plan.mesh, tuple(written.source.splitlines())
     try:
-        recording = observe(
-            written.source, rank, program.captured, program.state, mesh, plan.microbatches, batch, bodies
-        )
+        recording = observe(written.source, rank, program.captured, program.state, plan, batch, bodies)
     except Exception as error:
         raise _does_not_run(written, error) from error
     _check_names(program, rank, recording.names)

@@ -1,8 +1,8 @@
-"""The batch as a rank's program sees it: the whole of it, and this rank's microbatches."""
+"""The batch as a rank's program sees it: its size, this data rank's samples, and the microbatches of these."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
@@ -11,30 +11,36 @@ from autopart.ir.mesh import pieces
 
 
 class Batch:
-    """Inputs by their path in the call, cut as by ``torch.tensor_split``: over data ranks, then over microbatches."""
+    """Inputs by their path in the call, cut over data ranks, then, as by ``torch.tensor_split``, over microbatches.
+
+    `shares` are the samples of every data rank, `part` is this one's place among them. The inputs hold the whole
+    batch, or, where `local`, this data rank's share of it.
+    """
 
     def __init__(
         self,
         inputs: Mapping[str, torch.Tensor],
         dims: Mapping[str, int],
-        size: int,
-        parts: int,
+        shares: Sequence[int],
         part: int,
         microbatches: int,
         draws: Draws,
+        *,
+        local: bool = False,
     ) -> None:
-        self.size = size
-        shares = pieces(size, parts)
-        self.sizes = pieces(shares[part], microbatches)
+        self.shares, self.samples, self.size = tuple(shares), shares[part], sum(shares)
+        self.sizes = pieces(self.samples, microbatches)
         self._inputs, self._dims, self._draws = inputs, dims, draws
-        self._starts = [sum(shares[:part]) + sum(self.sizes[:k]) for k in range(microbatches)]
+        before = sum(shares[:part])
+        self._starts = [before + sum(self.sizes[:k]) for k in range(microbatches)]
+        self._first = before if local else 0  # the sample of the whole batch with which the inputs begin
 
     def input(self, name: str, k: int) -> torch.Tensor:
         """The piece of an input for microbatch `k`; an input that is not split comes whole."""
         tensor = self._inputs[name]
         if name not in self._dims:
             return tensor
-        return tensor.narrow(self._dims[name], self._starts[k], self.sizes[k]).contiguous()
+        return tensor.narrow(self._dims[name], self._starts[k] - self._first, self.sizes[k]).contiguous()
 
     def cut(self, tangent: torch.Tensor, k: int, *, dim: int) -> torch.Tensor:
         """The piece of the gradient of an output, whose samples are along `dim`, for microbatch `k`."""
@@ -49,10 +55,6 @@ class Batch:
         """The caller's tensors, whole."""
         return self._inputs.values()
 
-    def share(self, part: int, parts: int) -> int:
-        """The number of samples of a data rank."""
-        return pieces(self.size, parts)[part]
-
     def whole(self, name: str) -> torch.Tensor:
-        """The input for the whole batch."""
+        """The input as it was passed: for the whole batch, or for all samples of this data rank."""
         return self._inputs[name]

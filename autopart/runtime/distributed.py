@@ -191,6 +191,8 @@ class ProcessTransport:
         items = [item] * len(group)
         handle = self._handle(group)
         if handle is not None:
+            if self._watch is not None and len(group) == self.size:
+                self._watch.arrive()
             with self._contact(f"all_gather_object over {group}"):
                 dist.all_gather_object(items, item, group=handle)
         return items
@@ -247,12 +249,15 @@ class ProcessTransport:
             yield
         except RuntimeError as error:
             done: list[int] = []
+            late: list[int] = []
             if self._watch is not None:
+                late = self._watch.missing()
                 self._watch.settle()
                 done = self._watch.left()
-            if done:
-                early = f"rank {done[0]} has ended its script already; every rank must make the same calls of the model"
-                raise RankFailure(f"rank {self.rank}: {what} cannot happen: {early}") from error
+            if done or late:
+                why = f"rank {done[0]} has ended its script already" if done else f"rank {late[0]} has not joined in"
+                rule = "every rank must make the same calls of the model, also for evaluation"
+                raise RankFailure(f"rank {self.rank}: {what} cannot happen: {why}; {rule}") from error
             raise RankFailure(f"rank {self.rank}: {what} failed: {error}") from error
 
 

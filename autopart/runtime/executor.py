@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,23 +60,24 @@ def run(
     states: States,
     buffers: Mapping[str, torch.Tensor],
     inputs: Mapping[str, torch.Tensor],
-    size: int,
+    shares: Sequence[int],
     draws: Draws,
     *,
     hold: bool = False,
 ) -> StepResult:
-    """One step on this rank, for a whole batch of `size` samples given by `inputs` (by path in the call).
+    """One step on this rank. `shares` are the samples of each data rank; `inputs` holds them (by path in the call).
 
     Its random numbers are those of `draws`. With `hold`, gradients stay as this rank made them: their reductions wait
     in the result's world.
     """
     program, plan = loaded.program, loaded.program.plan
-    degree, part = plan.mesh.degree("dp"), plan.mesh.coordinate(loaded.rank).get("dp", 0)
+    part = plan.mesh.coordinate(loaded.rank).get("dp", 0)
     dims = dict(program.captured.batch_dims)
-    batch = Batch(inputs, dims, size, degree, part, loaded.namespace["MICROBATCHES"], draws)
-    world = World(transport, plan.mesh, loaded.namespace["PLACE"], states, buffers, batch, hold=hold)
+    namespace, local = loaded.namespace, plan.inputs == "local"
+    batch = Batch(inputs, dims, shares, part, namespace["MICROBATCHES"], draws, local=local)
+    world = World(transport, plan.mesh, namespace["PLACE"], states, buffers, batch, hold=hold)
     sent: Counter[str] = Counter()
-    outputs = _counted(world, sent, lambda: loaded.namespace["step"](world, batch))
+    outputs = _counted(world, sent, lambda: namespace["step"](world, batch))
     if not inspect.isgenerator(outputs):
         return StepResult(outputs, states.gradients, _report(plan, loaded.rank, sent, world), world)
     waiting = outputs

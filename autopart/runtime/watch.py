@@ -32,6 +32,7 @@ _LAST = 8.0  # seconds from a failure to the end of the process, whatever hangs
 _GOODBYE = b"."
 _FAILURE, _DONE = "autopart/failure", "autopart/done"  # keys in the store
 _ADDRESS, _LEFT = "autopart/address", "autopart/left"  # each followed by a rank
+_MEETINGS = "autopart/meetings"  # likewise: how often the rank has come to where all meet
 
 
 class Watch:
@@ -50,6 +51,7 @@ class Watch:
         self._hosted = hosted
         self._store_left = False
         self._counted = False
+        self._meetings = 0
         self._process = os.getpid()
         self._stopping = threading.Event()
         self._ending = threading.Lock()
@@ -69,6 +71,19 @@ class Watch:
     def settle(self) -> None:
         """Wait for the root cause of a broken connection: the process ends here if another rank turns out to be it."""
         time.sleep(_SETTLE)
+
+    def arrive(self) -> None:
+        """Let the others know that this rank has come to the next point where all ranks meet."""
+        self._meetings += 1
+        with contextlib.suppress(RuntimeError):
+            self._store.set(f"{_MEETINGS}/{self.rank}", str(self._meetings))
+
+    def missing(self) -> list[int]:
+        """The ranks that have not come to the point where this rank arrived last."""
+        with contextlib.suppress(RuntimeError):
+            counts = [int(self._get(f"{_MEETINGS}/{rank}") or 0) for rank in range(self.size)]
+            return [rank for rank, count in enumerate(counts) if count < self._meetings]
+        return []
 
     def left(self) -> list[int]:
         """The ranks that have ended as they should."""

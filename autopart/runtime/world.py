@@ -178,6 +178,12 @@ class World:
             raise
         return {kind: count - before.get(kind, 0) for kind, count in transport.bytes_sent().items()}
 
+    def summed(self, value: torch.Tensor, *, axis: str) -> torch.Tensor:
+        """The sum over an axis of what each rank computed from its own samples, on every rank of it."""
+        whole = value.clone()
+        self.transport.all_reduce(whole, self._group(axis))
+        return whole
+
     def buffer(self, name: str) -> torch.Tensor:
         """A buffer or constant by name: the last update of this step, else as it was before the step."""
         return self.updated[name] if name in self.updated else self.buffers[name]
@@ -264,7 +270,7 @@ class World:
         received = []
         for part in range(degree if dim is not None else 1):
             source = self.mesh.rank({"pp": self.place[stage], "dp": part})
-            shape, dtype = like(self.batch.share(part, degree))
+            shape, dtype = like(self.batch.shares[part])
             piece = mine.contiguous() if mine is not None and source == self.transport.rank else None
             if piece is None:
                 piece = torch.empty(shape, dtype=dtype, device=self.transport.device)

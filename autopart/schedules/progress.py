@@ -16,13 +16,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise, zip_longest
-from typing import TypeAlias
-
-import networkx as nx
+from typing import TYPE_CHECKING, TypeAlias
 
 from autopart.errors import VerificationError
 from autopart.ir.action import Action, Kind
 from autopart.schedules.text import grid
+
+if TYPE_CHECKING:
+    import networkx as nx
 
 MODELS = ("dirfifo", "pairfifo", "block")
 
@@ -43,6 +44,8 @@ def check(rows: Rows, place: Sequence[int]) -> None:
     message names the model, the action at which each rank is stuck and the cycle of waits, and shows the rows with
     these in brackets.
     """
+    import networkx as nx
+
     peers = _match(rows, place)
     # The last model has all waits of the others: rows that end under it need no more looking at.
     if nx.is_directed_acyclic_graph(_waits(rows, place, peers, MODELS[-1])):
@@ -108,6 +111,8 @@ def _mismatch(
 
 def _waits(rows: Rows, place: Sequence[int], peers: Mapping[Position, Position], model: str) -> Waits:
     """The graph of what must happen before what under a model: an edge leads from an event to one that waits for it."""
+    import networkx as nx
+
     event: dict[Position, Event] = {
         (rank, step): ((rank, step),) for rank, row in enumerate(rows) for step in range(len(row))
     }
@@ -141,6 +146,8 @@ def _sends_free(row: Sequence[Action], place: Sequence[int], *, streams: bool) -
 
 def _deadlock(rows: Rows, waits: Waits, model: str) -> VerificationError:
     """The error for waits with a cycle: where every rank is stuck, and why."""
+    import networkx as nx
+
     cyclic = [events for events in nx.strongly_connected_components(waits) if len(events) > 1]
     never = {event for events in cyclic for event in events}
     never |= {after for event in never for after in nx.descendants(waits, event)}

@@ -1,0 +1,290 @@
+"""autopart's step beside what a person would write by hand: eager, DistributedDataParallel, FSDP2, torch's pipelining.
+
+    python benchmarks/peers.py [--rounds 20] [--only one,pp,dp,fsdp] [--width 384,128]
+
+A GPT of 8 blocks (vocabulary 4000, sequence 128, batch 16), in float32, one optimizer step with AdamW a round. Both
+sides of a row train equal models on equal data in the same processes and take turns, so whatever else the machine does
+meets both alike; the ratio is taken round by round. Processes have one thread each. A target of x is met when the
+ratio's interval reaches down to x and its median is at most x + 0.03. Memory is counted at the allocator.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from common import ROOT, alternate, bootstrap, machine, ranks, ratios, report
+
+sys.path.insert(0, str(ROOT / "examples"))
+
+BATCH, SEQUENCE, VOCABULARY, BLOCKS = 16, 128, 4000, 8
+MICROBATCHES = 8
+Step = Callable[[], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One comparison: on how many processes, against what, and the target of the ratio by width."""
+
+    peer: str
+    processes: int
+    targets: dict[int, float]
+
+
+ROWS = {
+    "one": Row("eager", 1, {384: 1.03}),
+    "pp": Row("torch pipelining 1F1B", 2, {384: 0.95}),
+    "dp": Row("DDP", 2, {384: 1.00, 128: 1.00}),
+    "fsdp": Row("FSDP2", 2, {384: 0.95, 128: 0.60}),
+}
+
+
+def model_of(width: int) -> Any:
+    """The model, the same on every rank and side."""
+    from gpt import GPT, Config
+
+    torch.manual_seed(0)
+    return GPT(
+        Config(layers=BLOCKS, width=width, heads=6 if width % 6 == 0 else 4, context=SEQUENCE, vocabulary=VOCABULARY)
+    )
+
+
+def data() -> tuple[torch.Tensor, torch.Tensor]:
+    """The whole batch: tokens and targets."""
+    torch.manual_seed(1)
+    return torch.randint(0, VOCABULARY, (BATCH, SEQUENCE)), torch.randint(0, VOCABULARY, (BATCH, SEQUENCE))
+
+
+def loop(model: Any, ids: torch.Tensor, targets: torch.Tensor) -> Step:
+    """One training step of an ordinary loop."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+
+    def step() -> float:
+        loss = model(ids, targets)
+        loss = loss[0] if isinstance(loss, tuple) else loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return float(loss.detach())
+
+    return step
+
+
+def ours(width: int, pins: dict[str, Any]) -> Step:
+    """autopart's side: every rank passes the whole batch."""
+    import autopart
+
+    return loop(autopart.parallelize(model_of(width), capture="direct", **pins), *data())
+
+
+def own_half() -> tuple[torch.Tensor, torch.Tensor]:
+    """A data rank's samples."""
+    ids, targets = (tensor.chunk(dist.get_world_size())[dist.get_rank()] for tensor in data())
+    return ids.contiguous(), targets.contiguous()
+
+
+def ddp(width: int) -> Step:
+    """DistributedDataParallel's side."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    return loop(DistributedDataParallel(model_of(width)), *own_half())
+
+
+def fsdp2(width: int) -> Step:
+    """FSDP2's side: a unit a block and one for the rest, as its tutorial has it."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model = model_of(width)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return loop(model, *own_half())
+
+
+class Half(torch.nn.Module):
+    """The first or the second half of the GPT, for torch's pipelining: tokens or activations in."""
+
+    def __init__(self, model: Any, first: bool) -> None:
+        super().__init__()
+        half = BLOCKS // 2
+        self.first, self.blocks = first, model.blocks[:half] if first else model.blocks[half:]
+        if first:
+            self.token, self.position = model.token, model.position
+        else:
+            self.norm, self.head = model.norm, model.head
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """One half of the forward."""
+        if self.first:
+            x = self.token(x) + self.position(torch.arange(x.shape[1], device=x.device))
+        for block in self.blocks:
+            x = block(x)
+        return x if self.first else self.head(self.norm(x))
+
+
+def pipelining(width: int) -> Step:
+    """torch.distributed.pipelining's side: two stages, 1F1B."""
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+    rank = dist.get_rank()
+    half = Half(model_of(width), rank == 0)
+    stage = PipelineStage(half, rank, 2, torch.device("cpu"))
+
+    def loss_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+    schedule = Schedule1F1B(stage, MICROBATCHES, loss_fn=loss_of)
+    optimizer = torch.optim.AdamW(half.parameters(), lr=1e-4)
+    ids, targets = data()
+
+    def step() -> float:
+        losses: list[torch.Tensor] = []
+        if rank == 0:
+            schedule.step(ids)
+        else:
+            schedule.step(target=targets, losses=losses)
+        optimizer.step()
+        optimizer.zero_grad()
+        return float(torch.stack(losses).mean().detach()) if losses else 0.0
+
+    return step
+
+
+SIDES: dict[str, tuple[dict[str, Any], Callable[[int], Step]]] = {
+    "one": ({"devices": 1, "microbatches": 1}, lambda width: loop(model_of(width), *data())),
+    "pp": ({"mesh": {"pp": 2}, "microbatches": MICROBATCHES, "schedule": "1f1b"}, pipelining),
+    "dp": ({"mesh": {"dp": 2}, "microbatches": 1, "placement": "ddp"}, ddp),
+    "fsdp": ({"mesh": {"dp": 2}, "microbatches": 1, "placement": "fsdp"}, fsdp2),
+}
+
+
+def counted(function: Callable[[], Any]) -> tuple[int, int]:
+    """Bytes that a call leaves allocated, and the most that it holds at once, above what was held before it."""
+    from torch.profiler import ProfilerActivity, profile
+
+    gc.collect()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as run:
+        function()
+        gc.collect()
+    held = most = 0
+    for event in run.profiler.kineto_results.events():  # type: ignore[union-attr]
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            most = max(most, held)
+    return held, most
+
+
+def measure(name: str, width: int, rounds: int) -> None:
+    """A row on the processes of this world; rank 0 hands on what it found."""
+    if ROWS[name].processes > 1:
+        dist.init_process_group("gloo")
+    torch.set_num_threads(1)
+    pins, peer = SIDES[name]
+    sides: dict[str, Step] = {}
+    held: dict[str, int] = {}
+
+    def start(side: str, make: Callable[[], Step]) -> Step:
+        """A side after its first step, with what it then holds: parameters, gradients' buckets, optimizer states."""
+        made: list[Step] = []
+
+        def first() -> None:
+            made.append(make())
+            made[0]()
+
+        held[side] = counted(first)[0]
+        return made[0]
+
+    sides["peer"] = start("peer", lambda: peer(width))
+    sides["autopart"] = start("autopart", lambda: ours(width, pins))
+    if name == "fsdp":
+        start("ddp", lambda: ours(width, SIDES["dp"][0]))
+    losses = {side: step() for side, step in sides.items()}
+
+    def together(step: Step) -> Step:
+        def timed() -> None:
+            step()
+            if dist.is_initialized():
+                dist.barrier()
+
+        return timed
+
+    found = alternate({side: together(step) for side, step in sides.items()}, rounds)
+    peak = {side: held[side] + counted(step)[1] for side, step in sides.items()}
+    report({"seconds": found, "losses": losses, "held": held, "peak": peak})
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def threads(width: int, rounds: int) -> None:
+    """One eager process with the threads of this environment."""
+    step = loop(model_of(width), *data())
+    report({"seconds": alternate({"eager": step}, rounds)})
+
+
+def show(name: str, width: int, found: dict[str, Any]) -> str:
+    """A row of the table."""
+    row, seconds = ROWS[name], found["seconds"]
+    ratio, target = ratios(seconds, "autopart", "peer"), row.targets.get(width)
+    verdict = "" if target is None else f"{target:.2f} {'met' if ratio.meets(target) else 'missed'}"
+    held, peak = (found[what]["autopart"] / found[what]["peer"] for what in ("held", "peak"))
+    memory = f"{held:.3f} / {peak:.3f}"
+    ms = (f"{1000 * bootstrap(seconds[side]).median:7.0f}" for side in ("autopart", "peer"))
+    return f"{name:5}{width:6}  {row.peer:22}{'  '.join(ms)}  {ratio!s:>22}  {verdict:>12}  {memory:>15}"
+
+
+def run_row(name: str, width: int, rounds: int) -> str:
+    """Measure one row in processes of its own; what went wrong, if it did, stands in its place."""
+    arguments = ["--one", name, "--width", str(width), "--rounds", str(rounds)]
+    try:
+        found = ranks(__file__, arguments, ROWS[name].processes)
+    except (RuntimeError, TimeoutError) as error:
+        return f"{name:5}{width:6}  failed: {error}"
+    lines = [show(name, width, found)]
+    if "ddp" in found["held"]:
+        saved = (found["held"]["ddp"] - found["held"]["autopart"]) / 1e6
+        lines.append(f"{'':11}  fsdp holds {saved:.0f} MB less than ddp between steps")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--only", default=",".join(ROWS), help="some of the rows, separated by commas")
+    parser.add_argument("--width", default="384,128")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    widths = [int(width) for width in options.width.split(",")]
+    if options.one == "threads":
+        threads(widths[0], options.rounds)
+        return
+    if options.one:
+        measure(options.one, widths[0], options.rounds)
+        return
+    names = options.only.split(",")
+    if unknown := set(names) - set(ROWS):
+        parser.error(f"--only: no row is called {', '.join(sorted(unknown))}; there are {', '.join(ROWS)}")
+    print(f"{machine()}, {options.rounds} rounds")
+    print("row   width  peer                  autopart ms  peer ms     ratio [interval]        target  held / peak")
+    for width in widths:
+        for count in (1, 2):
+            if count <= (os.cpu_count() or 1):
+                arguments = ["--one", "threads", "--width", str(width), "--rounds", str(options.rounds)]
+                seconds = ranks(__file__, arguments, 1, threads=count)["seconds"]["eager"]
+                milliseconds = 1000 * bootstrap(seconds).median
+                print(f"{'':5}{width:6}  one eager process, {count} thread{'s' * (count > 1)}: {milliseconds:.0f} ms")
+        for name in names:
+            print(run_row(name, width, options.rounds), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,26 @@
+"""`import autopart` is light: what only some calls need is loaded by them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+HEAVY = ("networkx", "z3", "sympy", "rich", "typer", "safetensors", "transformers", "hypothesis", "torch._dynamo")
+SCRIPT = """
+import sys, torch
+before = set(sys.modules)
+import autopart
+print(*sorted(set(sys.modules) - before))
+"""
+
+
+def test_nothing_heavy_is_loaded() -> None:
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, env=env, timeout=60)
+    assert done.returncode == 0, done.stderr
+    loaded = done.stdout.split()
+    assert "autopart.api.session" in loaded
+    assert not set(HEAVY) & set(loaded)
