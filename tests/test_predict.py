@@ -14,7 +14,7 @@ from torch import nn
 
 from autopart.capture import capture, read
 from autopart.capture.call import Call
-from autopart.codegen.recording import load
+from autopart.codegen.parsed import load
 from autopart.draws import Draws
 from autopart.ir.action import Scheduled
 from autopart.ir.mesh import Mesh, pieces

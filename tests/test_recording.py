@@ -11,7 +11,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopart.codegen.recording import Recording, RecordingBatch, RecordingWorld, body_names, load, record
+from autopart.codegen.parsed import body_names, load
+from autopart.codegen.recording import Recording, record
+from autopart.codegen.recording_world import RecordingBatch, RecordingWorld
 from autopart.codegen.shapes import Bodies, Samples, Spec
 from autopart.ir.action import Action, Kind
 from autopart.ir.placement import Modes
@@ -74,7 +76,7 @@ def test_a_text_is_seen_whole_and_in_order() -> None:
     added = next(event for event in found.events if event.call == "accumulate")
     assert added.within == Action(Kind.B, 0, 0)
     assert (HEAD + STEP).splitlines()[added.line - 1].strip() == 'world.accumulate("fc", grads)'
-    assert [found.calls[grad.call] for grad in added.what if grad] == [{"fc"}]
+    assert [found.calls[grad.call].function for grad in added.what if grad] == ["fc_backward"]
     assert found.kept == () and found.stored == 2
     assert found.result == {"loss": Spec((), F32)}
 
@@ -185,7 +187,7 @@ def test_sizes_computed_from_samples_are_ints_that_remember(count: int, offset: 
 
 def test_specs_compare_by_shape_and_dtype() -> None:
     spec = Spec((2,), F32)
-    assert replace(spec, microbatch=1, unit="fc", call=3) == spec
+    assert replace(spec, microbatch=1, source=("parameter", "fc"), call=3) == spec
     assert hash(replace(spec, microbatch=1)) == hash(spec)
     assert Spec((2,), torch.float64) != spec
 

@@ -269,8 +269,8 @@ def test_a_mask_at_the_wrong_place_in_the_batch_is_seen(monkeypatch: pytest.Monk
 
 def test_a_text_that_draws_under_another_name_is_refused() -> None:
     made = program("dropping", {"dp": 2}, 2)
-    assert "draws" in {item.rule for item in verify(made).checked}
-    with pytest.raises(VerificationError, match=r"rule draws: rank 0: batch.random"):
+    assert "values" in {item.rule for item in verify(made).checked}
+    with pytest.raises(VerificationError, match=r"rule values: rank 0, .*is given .* where .* takes"):
         verify(edited(made, r'"h\.\{i\}#0"', '"h.{i}.drop#0"'))
     with pytest.raises(VerificationError, match="no random operation is called"):
         verify(edited(made, r"h\.\{i\}\.drop#0", "h.{i}.drop#1"))

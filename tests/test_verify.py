@@ -229,7 +229,7 @@ OTHER_HALF = "(world, batch, 0, saved_1.pop(1))"
         pytest.param(
             [0],
             [(ADD_1, ADD_0), (ADD_0 + REDUCE_0, ADD_1 + REDUCE_0)],
-            r"rule gradients: rank 0, .*not gradients that one layer",
+            r"rule values: rank 0, .*gradient of layers.1.0.weight is passed where the gradient of layers.0.0.weight",
             id="added to another",
         ),
         pytest.param([0, 1], [(ADD_0 + REDUCE_0, REDUCE_0 + ADD_0)], "gradients are added after it", id="early"),

@@ -17,7 +17,7 @@ from autopart import _torch
 from autopart.capture.convert import module_path, source
 from autopart.capture.decompositions import table
 from autopart.codegen.functions import function
-from autopart.codegen.recording import load
+from autopart.codegen.parsed import load
 from autopart.errors import CaptureError
 from autopart.ir.graph import Arg, Node, Ref, Value
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from autopart.codegen.recording import body_names, load
+from autopart.codegen.parsed import body_names, load
 from autopart.ir.mesh import pieces
 from autopart.ir.program import Program, StageGraphs
 

@@ -1,45 +1,22 @@
-"""A world that records: run a rank's text on shapes alone, and see everything that it would do.
+"""Recording: run a rank's text on shapes alone, and see everything that it would do.
 
-Bodies are called on shapes (`shapes`); everything else about the text is executed as it stands. Shapes remember the
-microbatch that they belong to, so a value that reaches another microbatch's work is refused where that happens.
+Bodies are called on shapes (`shapes`); everything else about the text is executed as it stands, on a world that notes
+what is asked of it (`recording_world`).
 """
 
 from __future__ import annotations
 
-import contextlib
 import inspect
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from types import CodeType
+from collections.abc import Callable, Generator, Mapping
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 
-from autopart.codegen.shapes import META, PROLOGUE, Bodies, Body, Samples, Shape, Spec, joined, made_by, parse, shown
-from autopart.ir.action import Action, Kind
-from autopart.ir.mesh import pieces
-from autopart.ir.state import State, Unit
-
-
-@dataclass(frozen=True, slots=True)
-class Event:
-    """One call of the world by a text.
-
-    `call` is the method. `action` is what a schedule calls it, None for what schedules do not name (reading parameters,
-    accumulating, making outputs whole); `within` is the compute action around it. `what` are the shapes sent, expected,
-    accumulated or brought together; `axis` and `stages` say who takes part; `line` is the line of the text; `buffers`
-    are those that are updated or made one.
-    """
-
-    call: str
-    action: Action | None = None
-    within: Action | None = None
-    unit: str = ""
-    what: tuple[Spec | None, ...] = ()
-    axis: str = ""
-    stages: tuple[int, ...] = ()
-    line: int = 0
-    buffers: tuple[str, ...] = ()
+from autopart.codegen.parsed import PROLOGUE, Body, executed
+from autopart.codegen.recording_world import Call, Event, RecordingBatch, RecordingWorld
+from autopart.codegen.shapes import META, Bodies, Shape, Spec, made_by
+from autopart.ir.action import Action
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,18 +25,17 @@ class Recording:
 
     `yielded` is what a step that waits for the gradients of its outputs hands out before it goes on, else None; `early`
     counts the events before that.
-    `calls` has, for each call of a body, the units whose parameters it was given. `kept` has the line of everything put
-    in a store and not taken out again, and of every list taken out and not emptied; `stored` counts what was put in.
-    `draws` has the random operations that drew, by name and microbatch.
+    `calls` has every call of a body, in order; a result says which of them it comes from (`Spec.call`). `kept` has the
+    line of everything put in a store and not taken out again, and of every list taken out and not emptied; `stored`
+    counts what was put in.
     """
 
     names: Mapping[str, Any]
     events: tuple[Event, ...]
-    calls: tuple[frozenset[str], ...]
+    calls: tuple[Call, ...]
     result: Any
     kept: tuple[int, ...]
     stored: int
-    draws: frozenset[tuple[str, int]] = frozenset()
     yielded: Any = None
     early: int = 0
 
@@ -69,327 +45,10 @@ class Recording:
         return tuple(event.action for event in self.events if event.action is not None)
 
 
-class RecordingBatch:
-    """A batch of shapes: `sizes` of this data rank's microbatches, `size` of the whole batch.
-
-    `draws` has what each random operation is computed from. Where `local`, the inputs hold the samples of this data
-    rank alone.
-    """
-
-    def __init__(
-        self,
-        inputs: Mapping[str, Callable[[int], Spec]],
-        sizes: Sequence[int],
-        size: int,
-        draws: Mapping[str, Spec] | None = None,
-        *,
-        local: bool = False,
-    ) -> None:
-        self.inputs, self.size, self.samples, self.local = inputs, size, sum(sizes), local
-        self.draws = draws or {}
-        self.drawn: set[tuple[str, int]] = set()
-        self.sizes = tuple(Samples(number, k) for k, number in enumerate(sizes))
-
-    def input(self, name: str, k: int) -> Spec:
-        """The piece of an input for microbatch k."""
-        return replace(self.inputs[name](int(self.sizes[k])), microbatch=self.sizes[k].microbatch)
-
-    def cut(self, tangent: Spec, k: int, *, dim: int) -> Spec:
-        """The piece of the gradient of an output for microbatch k."""
-        rows, rest = divmod(tangent.shape[dim], self.size)
-        if rest or not tangent.whole:
-            raise TypeError(f"{shown([tangent])} is cut along dim {dim}, which has not the samples of the whole batch")
-        shape = (*tangent.shape[:dim], rows * int(self.sizes[k]), *tangent.shape[dim + 1 :])
-        return Spec(shape, tangent.dtype, self.sizes[k].microbatch)
-
-    def random(self, name: str, k: int) -> Spec:
-        """What a draw of microbatch k is computed from."""
-        if name not in self.draws:
-            raise TypeError(f"no random operation is called {name!r}")
-        self.drawn.add((name, k))
-        return replace(self.draws[name], microbatch=self.sizes[k].microbatch)
-
-    def whole(self, name: str) -> Spec:
-        """The whole input; where it is local, its shape for this data rank's samples."""
-        return replace(self.inputs[name](self.samples), own=True) if self.local else self.inputs[name](self.size)
-
-
-class RecordingStore(dict[int, Any]):
-    """Values by microbatch, each to be put in and taken out once; `lines` is where they were put in."""
-
-    def __init__(self, world: RecordingWorld) -> None:
-        self.world = world
-        self.lines: dict[int, int] = {}
-
-    def __setitem__(self, k: int, value: Any) -> None:
-        if k in self:
-            raise TypeError(f"what line {self.lines[k]} stored for microbatch {k} is overwritten before it was taken")
-        self.lines[k] = self.world.line()
-        super().__setitem__(k, value)
-
-    def __getitem__(self, k: int) -> Any:
-        raise TypeError("a stored value is read without being taken; take it with .pop, once")
-
-    def pop(self, k: int) -> Any:  # type: ignore[override]
-        """Take a value out."""
-        if k not in self:
-            raise TypeError(f"nothing is stored for microbatch {k}: it was never made or received, or was taken before")
-        value = super().pop(k)
-        if isinstance(value, list):
-            self.world.lists.append((self.lines[k], value))
-        return value
-
-
-@dataclass
-class RecordingWorld:
-    """Takes the place of a rank's world; `events` is what it saw. `parts` is dp's degree, `part` the place on it."""
-
-    state: State
-    parts: int
-    part: int
-    buffers: Mapping[str, Spec]
-    tangents: Mapping[str, Spec] = field(default_factory=dict)  # the gradients of outputs that the step is sent
-    events: list[Event] = field(default_factory=list)
-    calls: list[frozenset[str]] = field(default_factory=list)
-    stores: list[RecordingStore] = field(default_factory=list)
-    lists: list[tuple[int, list[Any]]] = field(default_factory=list)  # taken out of stores
-    wholes: dict[str, tuple[Spec, ...]] = field(default_factory=dict)  # of units, as far as they were asked for
-    gathering: str = ""  # the unit that is being gathered ahead of its use
-    here: Action | None = None
-    file: str = ""
-    batch: RecordingBatch = field(default_factory=lambda: RecordingBatch({}, (), 0))
-
-    def store(self) -> RecordingStore:
-        """A place for values that outlive the action that made them."""
-        self.stores.append(RecordingStore(self))
-        return self.stores[-1]
-
-    @contextlib.contextmanager
-    def action(self, kind: str, *, stage: int, microbatch: int) -> Iterator[None]:
-        """A compute action; what is recorded inside belongs to it."""
-        if self.here is not None:
-            raise TypeError(f"action {stage}{kind}{microbatch} begins inside {self.here}")
-        self.here = Action(Kind(kind), stage, microbatch)
-        self._add("action", self.here)
-        yield
-        if self.gathering:
-            raise TypeError(f"{self.gathering!r} is gathered and not used")
-        self.here = None
-
-    def parameters(self, unit: str) -> tuple[Spec, ...]:
-        """The whole parameters of a unit."""
-        self._add("parameters", unit=unit)
-        return self._whole(unit)
-
-    def all_gather(self, unit: str, *, axis: str, then: str = "") -> tuple[Spec, ...]:
-        """Gather a unit's parameters for one use, and begin to gather those of the unit `then`, which is used next."""
-        if self.gathering not in ("", unit):
-            raise TypeError(f"{unit!r} is gathered where {self.gathering!r} was begun to be")
-        if self.gathering:
-            self._add("gathered", unit=unit, axis=axis)
-        else:
-            self._collective("all_gather", Kind.GATHER, unit, axis)
-        if then:
-            self._collective("prefetch", Kind.GATHER, then, axis)
-        self.gathering = then
-        return self._whole(unit)
-
-    def regather(self, unit: str, *, axis: str) -> None:
-        """Make a unit whole again after an optimizer step on parts."""
-        self._collective("regather", Kind.GATHER, unit, axis)
-
-    def accumulate(self, unit: str, grads: Sequence[Spec | None]) -> None:
-        """Add gradients to the unit's."""
-        self._check(unit, grads)
-        self._add("accumulate", unit=unit, what=tuple(grads))
-
-    def reduce_scatter(self, unit: str, grads: Sequence[Spec | None] | None = None, *, axis: str) -> None:
-        """Begin to reduce gradients to parts: `grads` if given, else those accumulated."""
-        if grads is not None:
-            self._check(unit, grads)
-        self._collective("reduce_scatter", Kind.REDUCE, unit, axis, what=tuple(grads or ()))
-
-    def all_reduce(self, unit: str, *, axis: str, stages: Sequence[int] = ()) -> None:
-        """Begin to reduce gradients, whole on every rank."""
-        self._collective("all_reduce", Kind.REDUCE, unit, axis, tuple(stages))
-
-    def wait(self) -> None:
-        """Wait for the reductions that were begun."""
-        self._add("wait")
-
-    def summed(self, value: Spec, *, axis: str) -> Spec:
-        """A sum over an axis of what each rank computed from its own samples."""
-        if not value.own:
-            raise TypeError("what is summed is not of this data rank's samples alone: it is whole already")
-        whole = replace(value, own=False)
-        self._add("summed", what=(whole,), axis=axis)
-        return whole
-
-    def buffer(self, name: str) -> Spec:
-        """A buffer or constant."""
-        return self.buffers[name]
-
-    def update_buffer(self, name: str, value: Spec) -> None:
-        """Give a buffer a new value."""
-        self._buffers((name,))
-        if value != self.buffers[name]:
-            raise TypeError(f"the buffer {name} is {shown([self.buffers[name]])}, its new value {shown([value])}")
-        self.owner([value])
-        self._add("update_buffer", what=(value,), buffers=(name,))
-
-    def average_buffers(self, *names: str, axis: str) -> None:
-        """Average buffers over an axis."""
-        self._buffers(names)
-        self._add("average_buffers", axis=axis, buffers=names)
-
-    def maximum_buffers(self, *names: str, axis: str) -> None:
-        """Make buffers the largest over an axis."""
-        self._buffers(names)
-        self._add("maximum_buffers", axis=axis, buffers=names)
-
-    def broadcast_buffers(self, *names: str, stage: int) -> None:
-        """Give every stage the buffers of one."""
-        self._buffers(names)
-        self._add("broadcast_buffers", axis="pp", stages=(stage,), buffers=names)
-
-    def send(self, values: Sequence[Spec], *, stage: int, to: int, microbatch: int) -> None:
-        """Send an edge's values."""
-        self._own(values, microbatch)
-        self._add("send", Action(Kind.SEND, stage, microbatch, peer=to), what=tuple(values))
-
-    def recv(
-        self, like: Sequence[tuple[Shape, torch.dtype]], *, stage: int, source: int, microbatch: int
-    ) -> tuple[Spec, ...]:
-        """Receive an edge's values."""
-        self._own([size for shape, _ in like for size in shape], microbatch)
-        specs = tuple(Spec(tuple(map(int, shape)), dtype, microbatch) for shape, dtype in like)
-        self._add("recv", Action(Kind.RECV, stage, microbatch, peer=source), what=specs)
-        return specs
-
-    def total(self, parts: Sequence[Spec], *, shape: Shape, dtype: torch.dtype) -> Spec:
-        """A sum over microbatches and ranks."""
-        whole = Spec(tuple(shape), dtype)
-        if any(part != whole for part in parts):
-            raise TypeError(f"parts of shapes {shown(parts)} are summed as {shown([whole])}")
-        self._add("total", what=(whole, *parts), axis="world")
-        return whole
-
-    def joined(self, parts: Mapping[int, Spec], *, dim: int | None) -> Spec:
-        """This rank's microbatches in order along `dim`; with None, the first stands for all."""
-        count = len(self.batch.sizes)
-        if sorted(parts) != list(range(count)):
-            raise TypeError(f"an output has parts of the microbatches {sorted(parts)}, not of all {count}")
-        for k in range(count):
-            self._own([parts[k]], k)
-        return joined([parts[k] for k in range(count)], dim)
-
-    def everywhere(
-        self,
-        parts: Mapping[int, Spec] | None,
-        *,
-        stage: int,
-        dim: int | None,
-        like: Callable[[int], tuple[Shape, torch.dtype]],
-    ) -> Spec:
-        """An output brought to every rank from the data ranks of its stage."""
-        shares = [Spec(*like(share)) for share in pieces(self.batch.size, self.parts)]
-        expected = shares[self.part]
-        if parts is not None and (mine := self.joined(parts, dim=dim)) != expected:
-            raise TypeError(f"an output of shape {shown([mine])} goes to ranks that expect {shown([expected])}")
-        self._add("everywhere", what=tuple(shares), axis="world", stages=(stage,))
-        return joined(shares, dim)
-
-    def line(self) -> int:
-        """The line of the text that is being executed, the innermost."""
-        frame = inspect.currentframe()
-        while frame is not None and frame.f_code.co_filename != self.file:
-            frame = frame.f_back
-        return frame.f_lineno if frame is not None else 0
-
-    def owner(self, values: Iterable[Any]) -> int | None:
-        """The one microbatch that values belong to, None if to none; TypeError if it is not that of the action."""
-        values = tuple(values)
-        if whole := [value for value in values if isinstance(value, Spec) and value.whole]:
-            raise TypeError(
-                f"{shown(whole)} of the whole batch is used for a microbatch; take its piece with batch.cut"
-            )
-        marks = (value.microbatch for value in values if isinstance(value, Spec | Samples))
-        found = {mark for mark in marks if mark is not None}
-        allowed = found if self.here is None else {self.here.microbatch}
-        if len(found) > 1 or not found <= allowed:
-            where = f" in {self.here}" if self.here is not None else ""
-            raise TypeError(f"values of microbatch {' and '.join(map(str, sorted(found)))} are used together{where}")
-        return next(iter(found), None)
-
-    def _own(self, values: Iterable[Any], k: int) -> None:
-        for value in values:
-            if isinstance(value, Spec | Samples) and value.microbatch not in (None, k):
-                raise TypeError(f"what belongs to microbatch {value.microbatch} is passed on as microbatch {k}")
-
-    def _add(self, call: str, action: Action | None = None, **details: Any) -> None:
-        self.events.append(Event(call, action, self.here, line=self.line(), **details))
-
-    def _collective(
-        self,
-        call: str,
-        kind: Kind,
-        unit: str,
-        axis: str,
-        stages: tuple[int, ...] = (),
-        what: tuple[Spec | None, ...] = (),
-    ) -> None:
-        self._unit(unit)
-        stage, microbatch = (self.here.stage, self.here.microbatch) if self.here is not None else (-1, -1)
-        action = Action(kind, stage, microbatch, unit=unit)
-        self._add(call, action, unit=unit, what=what, axis=axis, stages=stages)
-
-    def _buffers(self, names: Sequence[str]) -> None:
-        if unknown := [name for name in names if name not in self.buffers]:
-            raise TypeError(f"no buffer is called {unknown[0]!r}")
-
-    def _unit(self, name: str) -> Unit:
-        for unit in self.state.units:
-            if unit.name == name:
-                return unit
-        raise TypeError(f"no unit is called {name!r}")
-
-    def _whole(self, unit: str) -> tuple[Spec, ...]:
-        if unit not in self.wholes:
-            self.wholes[unit] = tuple(Spec(p.shape, p.dtype, unit=unit) for p in self._unit(unit).parameters)
-        return self.wholes[unit]
-
-    def _check(self, unit: str, grads: Sequence[Spec | None]) -> None:
-        whole = self._whole(unit)
-        if len(grads) != len(whole) or any(g is not None and g != p for g, p in zip(grads, whole, strict=True)):
-            raise TypeError(f"gradients of {unit} have the shapes {shown(grads)}, its parameters {shown(whole)}")
-        self.owner(grads)
-
-
-def load(source: str, name: str, device: torch.device | None = None) -> dict[str, Any]:
-    """The namespace of a rank's source, compiled under the file name `name` so that errors show its lines."""
-    return _executed(compile(source, name, "exec"), source, name, device)
-
-
-def _executed(code: CodeType, source: str, name: str, device: torch.device | None) -> dict[str, Any]:
-    import linecache
-
-    namespace: dict[str, Any] = {"__name__": name}
-    linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
-    exec(code, namespace)
-    if device is not None:
-        namespace["DEVICE"] = device
-    return namespace
-
-
-def body_names(source: str) -> tuple[str, ...]:
-    """The functions of a rank's source that compute: those that take ``b`` and ``B``, and the prologue."""
-    return tuple(parse(source, "<text>").bodies)
-
-
 def record(source: str, name: str, world: RecordingWorld, batch: RecordingBatch, bodies: Bodies) -> Recording:
     """Everything that a rank's text does, in order. Whatever the text raises comes through."""
     parsed = bodies.parsed(source, name)
-    namespace = _executed(parsed.code, source, name, META)
+    namespace = executed(parsed.code, source, name, META)
     names = dict(namespace)
     if not callable(names.get("step")):
         raise TypeError("the text defines no function step(world, batch)")
@@ -405,9 +64,8 @@ def record(source: str, name: str, world: RecordingWorld, batch: RecordingBatch,
         raise
     left = [line for store in world.stores for line in (store.lines[k] for k in store)]
     left += [line for line, values in world.lists if values]
-    stored, drawn = sum(len(store.lines) for store in world.stores), frozenset(batch.drawn)
-    calls = tuple(world.calls)
-    return Recording(names, tuple(world.events), calls, result, tuple(left), stored, drawn, yielded, early)
+    stored = sum(len(store.lines) for store in world.stores)
+    return Recording(names, tuple(world.events), tuple(world.calls), result, tuple(left), stored, yielded, early)
 
 
 def _completed(running: Any, world: RecordingWorld) -> tuple[Any, Any, int]:
@@ -431,14 +89,15 @@ def _recorded(function: Callable[..., Any], body: Body, world: RecordingWorld, b
     def recorded(*args: Any, **kwargs: Any) -> Any:
         args = inspect.signature(function).bind(*args, **kwargs).args if kwargs else args
         owner = world.owner(args)
-        own = any(isinstance(arg, Spec) and arg.own for arg in args)
+        given = tuple(arg for arg in args if isinstance(arg, Spec))
+        own = any(arg.own for arg in given)
         if own and function.__name__ != PROLOGUE:
             raise TypeError(
                 f"{function.__name__} is given what was computed from this data rank's samples alone; make it whole "
                 'first, with world.summed(..., axis="dp")'
             )
         made = made_by(bodies.call(function, body, args), owner, len(world.calls), own=own)
-        world.calls.append(frozenset(arg.unit for arg in args if isinstance(arg, Spec) and arg.unit))
+        world.calls.append(Call(function.__name__, world.here, given, world.line()))
         return made
 
     return recorded
@@ -452,4 +111,4 @@ class _Torch:
 
     @staticmethod
     def ones(shape: Shape, *, dtype: torch.dtype, device: Any) -> Spec:
-        return Spec(tuple(shape), dtype)
+        return Spec(tuple(shape), dtype, source=("tangent", "loss"))

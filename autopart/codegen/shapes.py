@@ -2,43 +2,38 @@
 
 from __future__ import annotations
 
-import ast
-import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from types import CodeType
 from typing import Any
 
 import torch
 
 from autopart import _torch
+from autopart.codegen.parsed import Body, Parsed, parse
 
 Shape = tuple[int, ...]
 
 META = torch.device("meta")
-
-PROLOGUE = "prologue"
-"""The function that computes what a whole step needs of its inputs before the first microbatch."""
-
-_WORD = re.compile(r"\w+")
 
 
 @dataclass(frozen=True, slots=True)
 class Spec:
     """A tensor's shape and dtype, standing for it.
 
-    `microbatch` is the one that it belongs to, None for what all share; `unit` the unit that it is a parameter of;
-    `call` the number of the body's call that made it, `place` its place in the tuple that this returned it in; `whole`
-    marks what has the samples of the whole batch, `own` what is computed from one data rank's samples where the whole
-    batch is meant. None of these count when specs are compared.
+    `microbatch` is the one that it belongs to, None for what all share; `source` the kind and target of the graph's
+    input that it is (`ir.graph.Input`), or ``("edge", "0 1 0")`` for the first value that stage 0 hands to stage 1;
+    `call` the number of the body's call that made it, `path` its place in what this returned; `parts` what was brought
+    together in it. `whole` marks what has the samples of the whole batch, `own` what is computed from one data rank's
+    samples where the whole batch is meant. None of these count when specs are compared.
     """
 
     shape: Shape
     dtype: torch.dtype
     microbatch: int | None = field(default=None, compare=False)
-    unit: str = field(default="", compare=False)
+    source: tuple[str, str] = field(default=("", ""), compare=False)
     call: int = field(default=-1, compare=False)
-    place: int = field(default=0, compare=False)
+    path: tuple[int, ...] = field(default=(), compare=False)
+    parts: tuple[Spec, ...] = field(default=(), compare=False)
     whole: bool = field(default=False, compare=False)
     own: bool = field(default=False, compare=False)
 
@@ -63,46 +58,6 @@ class Samples(int):
         return Samples(int(self) - other, self.microbatch)
 
     __rmul__, __radd__ = __mul__, __add__
-
-
-def _body_nodes(tree: ast.Module) -> Iterator[ast.FunctionDef]:
-    """The functions that compute: those that take ``b`` and ``B``, and the prologue."""
-    for node in tree.body:
-        if isinstance(node, ast.FunctionDef):
-            formals = [a.arg for a in node.args.args]
-            if formals[:2] == ["b", "B"] or node.name == PROLOGUE:
-                yield node
-
-
-@dataclass(frozen=True, slots=True)
-class Body:
-    """A body's text (with all that it calls), and whether what it returns may depend on the size of the whole batch."""
-
-    text: str
-    reads_whole: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Parsed:
-    """A rank's source, compiled, with its bodies by name."""
-
-    code: CodeType
-    bodies: dict[str, Body]
-
-
-def parse(source: str, name: str) -> Parsed:
-    """Compile a source under a file name. Raises SyntaxError."""
-    tree = ast.parse(source, name)
-    lines = source.splitlines()
-    functions = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
-    bodies = {}
-    for node in _body_nodes(tree):
-        text = "\n".join(lines[node.lineno - 1 : node.end_lineno])
-        words = _WORD.findall(text)
-        alone = functions.isdisjoint({*words} - {node.name})
-        # Every body has B among its formals; the prologue begins with it.
-        bodies[node.name] = Body(text if alone else source, node.name == PROLOGUE or not alone or words.count("B") > 1)
-    return Parsed(compile(tree, name, "exec"), bodies)
 
 
 class Bodies:
@@ -158,13 +113,13 @@ def _specs(value: Any) -> Any:
     return tuple(_specs(item) for item in value) if isinstance(value, tuple | list) else value
 
 
-def made_by(value: Any, microbatch: int | None, call: int, place: int = 0, *, own: bool = False) -> Any:
+def made_by(value: Any, microbatch: int | None, call: int, path: tuple[int, ...] = (), *, own: bool = False) -> Any:
     """A body's results as those of one call, which belong to a microbatch."""
     if isinstance(value, Spec):
-        return Spec(value.shape, value.dtype, microbatch, call=call, place=place, own=own)
+        return Spec(value.shape, value.dtype, microbatch, call=call, path=path, own=own)
     if not isinstance(value, tuple):
         return value
-    return tuple(made_by(item, microbatch, call, i, own=own) for i, item in enumerate(value))
+    return tuple(made_by(item, microbatch, call, (*path, i), own=own) for i, item in enumerate(value))
 
 
 def joined(parts: Sequence[Spec], dim: int | None) -> Spec:

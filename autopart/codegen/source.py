@@ -8,7 +8,7 @@ from autopart.codegen import stages as stage_text
 from autopart.codegen.bodies import bodies
 from autopart.codegen.functions import function
 from autopart.codegen.layout import layout
-from autopart.codegen.shapes import PROLOGUE
+from autopart.codegen.parsed import PROLOGUE
 from autopart.codegen.step import edges, prologue_inputs, step
 from autopart.ir.action import Scheduled
 from autopart.ir.plan import Plan

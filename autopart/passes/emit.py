@@ -6,7 +6,8 @@ import re
 from dataclasses import replace
 
 from autopart.codegen.graphs import stage_graphs
-from autopart.codegen.recording import Recording, RecordingBatch, RecordingWorld, record
+from autopart.codegen.recording import Recording, record
+from autopart.codegen.recording_world import RecordingBatch, RecordingWorld
 from autopart.codegen.shapes import Bodies, Spec
 from autopart.codegen.source import sources
 from autopart.errors import VerificationError
@@ -63,7 +64,9 @@ def observe(
         buffers |= {out.target: _spec(made[out.name], batch) for out in updates}
     inputs = {target: (lambda b, value=value: _spec(value, b)) for target, value in values.items()}
     tangents = {
-        item.value.name: replace(_spec(item.value, batch), whole=item.value.at(1) != item.value.at(2))
+        item.value.name: replace(
+            _spec(item.value, batch), whole=item.value.at(1) != item.value.at(2), source=("tangent", item.target)
+        )
         for item in captured.of_kind("tangent")
         if captured.deferred
     }

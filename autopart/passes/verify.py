@@ -1,5 +1,8 @@
 """verify: Program -> Report. The gate that every program passes; an edited text goes through the same one.
 
+before: texts, whoever wrote them
+after:  what was checked, a count a rule; or VerificationError for the first rule that is broken
+
 Each rank's text is run on shapes (`codegen.recording`) at the plan's batch size and at one that is cut differently, so
 that microbatches differ in size. What the texts do is then held against these rules:
 
@@ -7,14 +10,22 @@ that microbatches differ in size. What the texts do is then held against these r
 ``transfers``    every send has its receive: on both ends the same order, microbatches, shapes and dtypes
 ``collectives``  the ranks of a group call the same collectives in the same order
 ``deadlock``     all ranks end even if every send waits for its receive and every collective for all of its group
+                 nothing meets across the yield of a step that waits for the gradients of its outputs
 ``stores``       what is stored for later is taken out, once
-``work``         each microbatch has one forward and one backward on each stage; they read every parameter as placed
-``draws``        each random operation draws under its own name, for every microbatch
+``work``         each microbatch has one forward and one backward on each stage; they read every parameter as placed,
+                 gathered before its use if it is kept in parts (a gather begun ahead is of what is used next), made
+                 whole again at the start of the step if an optimizer updated it in parts
+``values``       each action calls each layer once, in order, with the values, inputs, buffers, parameters, random
+                 draws, prologue values and gradients of outputs that the graph gives it; what is sent, added to
+                 gradients, stored in buffers and handed out is what the layer returned for that
 ``gradients``    each backward adds every gradient that it makes, once, to its own unit; each unit is reduced once over
-                 dp, and once over the stages that share it, after its last contribution
-``buffers``      each forward gives every buffer that it updates its new value, once; after the last update they are
-                 made one over dp, and every stage learns them
-``outputs``      each rank returns the outputs that it makes or needs, whole
+                 dp, and once over the stages that share it, after its last contribution; what begins to be reduced is
+                 waited for
+``buffers``      each forward updates every buffer that it has to, once; after the last update they are made one over
+                 dp, and every stage learns them
+``outputs``      each rank returns the outputs that it makes or needs, whole, or yields them before the backward; a sum
+                 over the batch has the part of every microbatch once; what a data rank counted of its own samples
+                 (``inputs="local"``) is summed before its use
 
 What must be there follows from the program's graph, plan and state, never from the passes that wrote the text.
 """
@@ -32,7 +43,8 @@ from autopart.ir.program import Program
 from autopart.passes.verify_between import collectives, ends, transfers
 from autopart.passes.verify_buffers import buffers
 from autopart.passes.verify_texts import Text, fault, read
-from autopart.passes.verify_within import Needs, draws, gradients, needs, work
+from autopart.passes.verify_values import Values, values
+from autopart.passes.verify_within import Needs, gradients, needs, work
 
 Made = tuple[Value, int]
 """A value that leaves a segment, and the stage that makes it."""
@@ -84,7 +96,8 @@ def verify(program: Program, *, bodies: Bodies | None = None) -> Report:
     made = {value.name: (value, makers[value.name]) for value in program.captured.values() if value.name in makers}
     bodies = bodies or Bodies()
     batches = _batches(plan)
-    checked = [_checked(program, needed, made, batch, bodies) for batch in batches]
+    known = Values(staged)
+    checked = [_checked(program, needed, made, known, batch, bodies) for batch in batches]
     return Report(checked[0], batches)
 
 
@@ -102,7 +115,7 @@ def _batches(plan: Plan) -> tuple[int, int]:
 
 
 def _checked(
-    program: Program, needed: Sequence[Needs], made: Mapping[str, Made], batch: int, bodies: Bodies
+    program: Program, needed: Sequence[Needs], made: Mapping[str, Made], known: Values, batch: int, bodies: Bodies
 ) -> tuple[Checked, ...]:
     training, state = program.captured.training, program.state
     texts = [read(program, rank, batch, bodies) for rank in range(len(program.ranks))]
@@ -110,10 +123,10 @@ def _checked(
     # What one rank does wrong by itself is told before what then does not fit between ranks.
     stored = sum(map(_check_stores, texts))
     actions = sum(work(text, needed, state, program.plan.microbatches, training) for text in texts)
-    drawn = sum(draws(text, needed, program.plan.microbatches) for text in texts)
+    given = sum(values(text, known) for text in texts)
     graded = [gradients(text, needed, state) for text in texts]
-    values = [program.staged.updated(stage) for stage in range(len(program.staged.stages))]
-    updated = sum(buffers(text, program.staged, values) for text in texts)
+    renewed = [program.staged.updated(stage) for stage in range(len(program.staged.stages))]
+    updated = sum(buffers(text, program.staged, renewed) for text in texts)
     shared = collectives(texts)
     meetings = ends(texts, [*sent, *shared])
     outputs = sum(_check_outputs(text, program, made, batch) for text in texts)
@@ -124,7 +137,7 @@ def _checked(
         Checked("deadlock", meetings, "transfers and collectives in order"),
         Checked("stores", stored, "values kept for later"),
         Checked("work", actions, "forwards and backwards"),
-        *([Checked("draws", drawn, "random operations of microbatches")] if drawn else []),
+        Checked("values", given, "values given to layers"),
         Checked("gradients", sum(n for n, _ in graded), f"contributions, {sum(n for _, n in graded)} reductions"),
         *((Checked("buffers", updated, "updates of buffers"),) if updated else ()),
         Checked("outputs", outputs, "outputs"),

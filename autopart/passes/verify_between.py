@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import pairwise, zip_longest
 from typing import TYPE_CHECKING, TypeAlias
 
-from autopart.codegen.recording import Event
+from autopart.codegen.recording_world import Event
 from autopart.codegen.shapes import shown
 from autopart.errors import VerificationError
 from autopart.ir.action import COMPUTE, Kind

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-from autopart.codegen.recording import Event
+from autopart.codegen.recording_world import Event
 from autopart.ir.action import Action, Kind
 from autopart.ir.graph import Value
 from autopart.ir.staged import Staged, averaged
@@ -32,48 +32,29 @@ def buffers(text: Text, staged: Staged, values: Sequence[Sequence[tuple[str, Val
 
 
 def _check_updates(text: Text, updates: Sequence[Sequence[tuple[str, ...]]]) -> int:
-    """Each forward gives each buffer that a layer of its stage updates what that layer returned for it, once.
-
-    `updates` has, for each stage, the buffers of each layer in the order in which it returns them.
-    """
-    found: dict[Action, dict[int, list[tuple[int, str]]]] = {}
+    """Each forward updates each buffer that a layer of its stage does, once; `updates` are, by stage, each layer's."""
+    found: dict[Action, Counter[str]] = {}
     last: dict[str, int] = {}
     for event in text.events:
         if event.call == "action" and event.action is not None and event.action.kind is Kind.F:
-            found[event.action] = {}
+            found[event.action] = Counter()
         if event.call != "update_buffer":
             continue
-        (target,), (value,), action = event.buffers, event.what, event.within
+        (target,), action = event.buffers, event.within
         if action is None or action.kind is not Kind.F:
             raise fault("buffers", text.at(event), "it is outside of a forward", "update buffers in the forward")
-        if value is None or value.call < 0:
-            raise fault("buffers", text.at(event), "no layer returned that value", "pass on what the layer returned")
         if action.microbatch < last.get(target, -1):
             problem = f"microbatch {last[target]} updated it before"
             raise fault("buffers", text.at(event), problem, "run the forwards in the order of their microbatches")
-        found[action].setdefault(value.call, []).append((value.place, target))
+        found[action][target] += 1
         last[target] = action.microbatch
-    for action, made in found.items():
-        _check_forward(text, action, made, [layer for layer in updates[action.stage] if layer])
-    return sum(len(pairs) for made in found.values() for pairs in made.values())
-
-
-def _check_forward(
-    text: Text, action: Action, made: Mapping[int, list[tuple[int, str]]], layers: Sequence[tuple[str, ...]]
-) -> None:
-    """`made` has, by the layer's call, (place of the value in what it returned, buffer) of each update."""
-    counted = Counter(target for pairs in made.values() for _, target in pairs)
-    due = [target for layer in layers for target in layer]
-    for target in dict.fromkeys([*due, *counted]):
-        if counted[target] != (target in due):
-            problem = f'the buffer "{target}" is updated {counted[target]} times, not {int(target in due)}'
-            raise fault("buffers", text.during(action), problem, "update each buffer with its layer's result, once")
-    for pairs in made.values():
-        targets = tuple(target for _, target in sorted(pairs))
-        if targets not in layers or [place for place, _ in sorted(pairs)] != list(range(len(pairs))):
-            problem = f"the buffers {', '.join(target for _, target in pairs)} get values in another order"
-            remedy = f"the layer returns those of {', '.join(next((x for x in layers if targets[0] in x), ()))}"
-            raise fault("buffers", text.during(action), problem, remedy)
+    for action, counted in found.items():
+        due = [target for layer in updates[action.stage] for target in layer]
+        for target in dict.fromkeys([*due, *counted]):
+            if counted[target] != (target in due):
+                problem = f'the buffer "{target}" is updated {counted[target]} times, not {int(target in due)}'
+                raise fault("buffers", text.during(action), problem, "update each buffer with its layer's result, once")
+    return sum(counted.total() for counted in found.values())
 
 
 def _check_made_one(text: Text, wanted: Sequence[Way]) -> None:

@@ -7,7 +7,8 @@ import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from autopart.codegen.recording import Event, Recording
+from autopart.codegen.recording import Recording
+from autopart.codegen.recording_world import Event
 from autopart.codegen.shapes import Bodies
 from autopart.errors import VerificationError
 from autopart.ir.action import Action

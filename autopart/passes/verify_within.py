@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from autopart.codegen.recording import Event
+from autopart.codegen.recording_world import Event
 from autopart.errors import VerificationError
 from autopart.ir.action import Action, Kind
 from autopart.ir.staged import Staged
@@ -26,14 +26,13 @@ class Needs:
     """What the graph needs of one microbatch on one stage.
 
     `forward` and `backward`: the units that are read. `contributions`: by unit, how many segments make gradients for
-    it. `graded`: by unit, the places of the parameters that get one. `draws`: the random operations.
+    it. `graded`: by unit, the places of the parameters that get one.
     """
 
     forward: frozenset[str]
     backward: frozenset[str]
     contributions: Mapping[str, int]
     graded: Mapping[str, frozenset[int]]
-    draws: frozenset[str] = frozenset()
 
 
 def needs(staged: Staged, stage: int) -> Needs:
@@ -43,17 +42,14 @@ def needs(staged: Staged, stage: int) -> Needs:
     backward: set[str] = set()
     contributions: Counter[str] = Counter()
     graded: dict[str, frozenset[int]] = {}
-    random = {item.value.name: item.target for item in staged.segmented.captured.of_kind("random")}
-    draws: set[str] = set()
     for segment in staged.stages[stage]:
         forward.update(homes[target][0] for target in segment.forward_parameters)
-        draws.update(random[name] for name in (*segment.forward_fixed, *segment.backward_fixed) if name in random)
         if staged.segmented.bodies[segment.body].backward is not None:
             backward.update(homes[target][0] for target in segment.backward_parameters)
             contributions.update({homes[target][0] for target in segment.gradients})
             for unit, position in (homes[target] for target in segment.gradients):
                 graded[unit] = graded.get(unit, frozenset()) | {position}
-    return Needs(frozenset(forward), frozenset(backward), contributions, graded, frozenset(draws))
+    return Needs(frozenset(forward), frozenset(backward), contributions, graded)
 
 
 def work(text: Text, needed: Sequence[Needs], state: State, microbatches: int, training: bool) -> int:
@@ -72,15 +68,6 @@ def work(text: Text, needed: Sequence[Needs], state: State, microbatches: int, t
             remedy = f"each microbatch needs {each} on each stage that the rank holds"
             raise fault("work", text.during(action), f"performed {count} times, not {wanted}", remedy)
     _check_reads(text, needed, state)
-    return len(due)
-
-
-def draws(text: Text, needed: Sequence[Needs], microbatches: int) -> int:
-    """Check that every random operation draws under its own name for every microbatch; the number of draws."""
-    due = {(name, k) for stage in text.stages for name in needed[stage].draws for k in range(microbatches)}
-    for name, k in sorted(due ^ text.recording.draws):
-        problem = f'batch.random("{name}", {k}) is ' + ("not called" if (name, k) in due else "called")
-        raise fault("draws", f"rank {text.rank}", problem, "each random operation of its stages draws as it is named")
     return len(due)
 
 
@@ -161,21 +148,11 @@ def _check_contributions(text: Text, needed: Sequence[Needs], state: State) -> i
             call = 'reduce_scatter(..., axis="dp")' if at_once else "accumulate(...)"
             kept = "in parts" if at_once else "whole until the end of the step"
             raise fault("gradients", text.at(event), f"its gradients are kept {kept}", f"pass them to world.{call}")
-        _check_made(text, event)
         found[action][unit.name] += 1
         places.setdefault((action, unit.name), set()).update(i for i, g in enumerate(event.what) if g is not None)
     for action, counted in found.items():
         _check_backward(text, action, counted, needed[action.stage], places)
     return sum(counted.total() for counted in found.values())
-
-
-def _check_made(text: Text, event: Event) -> None:
-    """What is added to a unit is what one layer's backward, given that unit, returned."""
-    calls = {grad.call for grad in event.what if grad is not None}
-    for call in calls:
-        if len(calls) > 1 or call < 0 or event.unit not in text.recording.calls[call]:
-            problem = f'these are not gradients that one layer with the parameters of "{event.unit}" returned'
-            raise fault("gradients", text.at(event), problem, "add to each unit the gradients of its own layer")
 
 
 def _check_backward(

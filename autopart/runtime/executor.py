@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from autopart.codegen.recording import load
+from autopart.codegen.parsed import load
 from autopart.draws import Draws
 from autopart.ir.plan import Plan
 from autopart.ir.program import Program

@@ -1,0 +1,79 @@
+"""A rank's source as what it defines: compiled, loaded, and which of its functions compute."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import CodeType
+from typing import Any
+
+import torch
+
+PROLOGUE = "prologue"
+"""The function that computes what a whole step needs of its inputs before the first microbatch."""
+
+_WORD = re.compile(r"\w+")
+
+
+def _body_nodes(tree: ast.Module) -> Iterator[ast.FunctionDef]:
+    """The functions that compute: those that take ``b`` and ``B``, and the prologue."""
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef):
+            formals = [a.arg for a in node.args.args]
+            if formals[:2] == ["b", "B"] or node.name == PROLOGUE:
+                yield node
+
+
+@dataclass(frozen=True, slots=True)
+class Body:
+    """A body's text (with all that it calls), and whether what it returns may depend on the size of the whole batch."""
+
+    text: str
+    reads_whole: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Parsed:
+    """A rank's source, compiled, with its bodies by name."""
+
+    code: CodeType
+    bodies: dict[str, Body]
+
+
+def parse(source: str, name: str) -> Parsed:
+    """Compile a source under a file name. Raises SyntaxError."""
+    tree = ast.parse(source, name)
+    lines = source.splitlines()
+    functions = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+    bodies = {}
+    for node in _body_nodes(tree):
+        text = "\n".join(lines[node.lineno - 1 : node.end_lineno])
+        words = _WORD.findall(text)
+        alone = functions.isdisjoint({*words} - {node.name})
+        # Every body has B among its formals; the prologue begins with it.
+        bodies[node.name] = Body(text if alone else source, node.name == PROLOGUE or not alone or words.count("B") > 1)
+    return Parsed(compile(tree, name, "exec"), bodies)
+
+
+def load(source: str, name: str, device: torch.device | None = None) -> dict[str, Any]:
+    """The namespace of a rank's source, compiled under the file name `name` so that errors show its lines."""
+    return executed(compile(source, name, "exec"), source, name, device)
+
+
+def executed(code: CodeType, source: str, name: str, device: torch.device | None) -> dict[str, Any]:
+    """`load` for a source that is compiled already."""
+    import linecache
+
+    namespace: dict[str, Any] = {"__name__": name}
+    linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
+    exec(code, namespace)
+    if device is not None:
+        namespace["DEVICE"] = device
+    return namespace
+
+
+def body_names(source: str) -> tuple[str, ...]:
+    """The functions of a rank's source that compute: those that take ``b`` and ``B``, and the prologue."""
+    return tuple(parse(source, "<text>").bodies)
