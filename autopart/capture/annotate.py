@@ -55,14 +55,6 @@ class SourceLines(TorchFunctionMode):
         super().__exit__(*exception)  # type: ignore[no-untyped-call]
 
 
-_NOT_THE_USERS = (
-    os.path.dirname(torch.__file__) + os.sep,
-    os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep,
-    "<",
-)
-"""torch, autopart, and code that is in no file."""
-
-
 @lru_cache(maxsize=4096)
 def _line(file: str, number: int) -> str:
     """The line as Python's tracebacks write it."""

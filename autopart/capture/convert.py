@@ -19,7 +19,7 @@ from autopart.capture.trace import Names, Trace, identity
 from autopart.errors import CaptureError
 from autopart.ir.captured import Captured, Constant, dead_code_eliminated
 from autopart.ir.graph import Arg, Dim, Input, Node, Output, Ref, Size, Value
-from autopart.ir.names import identifier
+from autopart.ir.names import fresh, identifier
 
 _ALIASES = ("aten.detach.default", "aten.alias.default", "aten.lift_fresh_copy.default", "aten.lift_fresh.default")
 """Ops that hand their input on: without autograd and without in-place ops they are the value itself."""
@@ -164,9 +164,7 @@ class _Merge:
 
     def _fresh(self, wish: str) -> str:
         """A name that a person would give, not yet taken: a parameter's path, the argument's name."""
-        name = identifier(wish)
-        while name in self.taken:
-            name += "_"
+        name = fresh(identifier(wish), self.taken)
         self.taken.add(name)
         return name
 

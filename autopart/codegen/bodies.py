@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from autopart.codegen.functions import function
+from autopart.codegen.functions import function, tuple_of
 from autopart.codegen.layout import Layout
 
 
@@ -48,9 +48,9 @@ def _forward(item: Layout, name: str, doc: str) -> list[str]:
     count = len(item.segment.outputs)
     returned = list(item.body.forward.outputs[:count])
     if item.segment.updates:
-        returned.append(_tuple(item.body.forward.outputs[count:]))
+        returned.append(tuple_of(item.body.forward.outputs[count:]))
     if item.body.backward is not None:
-        returned.append(_tuple(item.body.saved))
+        returned.append(tuple_of(item.body.saved))
     return function(
         f"{name}_forward",
         formals,
@@ -65,7 +65,7 @@ def _backward(item: Layout, name: str, doc: str) -> list[str]:
     assert item.body.backward is not None
     formals = ("b", "B", *item.backward_inputs, *item.body.saved, *item.backward_fixed, *item.formals)
     returned = list(item.body.backward.outputs[: len(item.segment.backward_outputs)])
-    returned += [_tuple(sources) for _, sources in item.gradients]
+    returned += [tuple_of(sources) for _, sources in item.gradients]
     return function(
         f"{name}_backward",
         formals,
@@ -75,8 +75,3 @@ def _backward(item: Layout, name: str, doc: str) -> list[str]:
         prefix=item.segment.name.split("@")[0],
         recomputes=any(not node.backward for node in item.body.backward.nodes),
     )
-
-
-def _tuple(items: Iterable[str]) -> str:
-    items = tuple(items)
-    return f"({items[0]},)" if len(items) == 1 else f"({', '.join(items)})"

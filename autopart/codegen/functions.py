@@ -89,6 +89,12 @@ def call(head: str, args: Sequence[str], tail: str, brackets: str = "()") -> lis
     return [f"{head}{opening}", *_filled(args, "    "), f"{closing}{tail}"]
 
 
+def tuple_of(items: Iterable[str]) -> str:
+    """Source for a tuple."""
+    items = tuple(items)
+    return f"({items[0]},)" if len(items) == 1 else f"({', '.join(items)})"
+
+
 def wrapped(head: str, names: Sequence[str]) -> list[str]:
     """``head a, b, c``, repeated on as many lines as it takes."""
     lines: list[str] = []

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, pairwise
 
-from autopart.codegen.functions import call
+from autopart.codegen.functions import call, tuple_of
 from autopart.codegen.layout import Layout
 from autopart.codegen.roll import template
 from autopart.ir.captured import describe
@@ -66,7 +66,7 @@ def forward(
     saves = any(item.body.backward is not None for item in layouts)
     lines += ["    saved = []"] if saves else []
     _write(uses, writer)
-    returned = [_tuple(writer.env[value.name] for value in edge.values) for edge in edges_out]
+    returned = [tuple_of(writer.env[value.name] for value in edge.values) for edge in edges_out]
     returned += [writer.env[name] for name in outputs] + (["saved"] if saves else [])
     return [*lines, *writer.lines, f"    return {', '.join(returned)}"]
 
@@ -95,7 +95,7 @@ def backward(
         lines.append(f"    last = k == {last}  # then gradients are complete, and each begins to be reduced")
     lines += [_tangent(staged, item, writer) for item in stage_tangents(staged, stage)]
     _write(uses, writer)
-    returned = [_tuple(writer.env[value.name] for value in edge.values) for edge in edges_out]
+    returned = [tuple_of(writer.env[value.name] for value in edge.values) for edge in edges_out]
     returned += [writer.env[name] for name in gradients]
     return [*lines, *writer.lines, *([f"    return {', '.join(returned)}"] if returned else [])]
 
@@ -167,7 +167,7 @@ def _head(
         variables = [writer.fresh(_variable(staged, value.name)) for value in edge.values]
         writer.env.update(zip((value.name for value in edge.values), variables, strict=True))
         lines += [f"    # {name}: {_placed(staged, v, degree)}" for name, v in zip(variables, edge.values, strict=True)]
-        lines.append(f"    {_tuple(variables)} = from_{edge.source}")
+        lines.append(f"    {tuple_of(variables)} = from_{edge.source}")
     return lines
 
 
@@ -364,8 +364,3 @@ def _listed(texts: Sequence[str], places: Sequence[int], before: list[str], writ
     before += ["    " + line for line in call(f"{name} = ", ordered, "")]
     low = min(places)
     return f"{name}[i - {low}]" if low else f"{name}[i]"
-
-
-def _tuple(items: Iterator[str] | Sequence[str]) -> str:
-    items = tuple(items)
-    return f"({items[0]},)" if len(items) == 1 else f"({', '.join(items)})"

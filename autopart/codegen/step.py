@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
@@ -235,8 +236,6 @@ def _rolled(lines: Sequence[str]) -> list[str]:
 
 def _span(lines: Sequence[str]) -> str | None:
     """The loop over the last number in the lines, which must go up by one from line to line."""
-    import re
-
     places = [int(numbers[-1]) if (numbers := re.findall(r"\d+", line)) else -1 for line in lines]
     if places != list(range(places[0], places[0] + len(lines))) or places[0] < 0:
         return None

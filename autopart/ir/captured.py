@@ -24,7 +24,8 @@ class Captured:
     """One call of a module as a joint forward+backward graph (forward only where `training` is false).
 
     `batch` is the sample call's batch size; sizes that move with the batch are `Size`. `prologue` lists nodes to run
-    once a step on the whole batch, before the rest (empty until `normalise`). `tree` rebuilds the user's return value
+    once a step on the whole batch, before the rest; what they make are inputs of the rest, of kind prologue (there are
+    none, and none of kind random, until `normalise`). `tree` rebuilds the user's return value
     from the leaves in `result`, each the name of an output value, or ``("literal", x)`` for what is not a tensor.
     `tied` maps each parameter name to the name under which its tensor is known here. `batch_dims` gives the split dim
     of each user input. `sliced` says that each slice (data rank and microbatch) computes as if it were the whole batch,

@@ -147,9 +147,19 @@ class Node:
             outs=tuple(o if o is None or o.name not in names else replace(o, name=names[o.name]) for o in self.outs),
         )
 
+    def mapped(self, leaf: Callable[[Arg], Arg]) -> Node:
+        """The node with `leaf` applied to everything in its arguments that is not a tuple."""
+        kwargs = tuple((key, map_arg(arg, leaf)) for key, arg in self.kwargs)
+        return replace(self, args=map_arg(self.args, leaf), kwargs=kwargs)
+
     def names(self) -> tuple[str, ...]:
         """The names of the values that this node defines."""
         return self._makes
+
+    def place(self) -> str:
+        """The user's line and the module, as far as they are known, to begin a message with."""
+        known = (self.source, f"in module {self.module!r}" if self.module else "")
+        return "".join(f"{part}: " for part in known if part)
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,8 +167,8 @@ class Input:
     """A graph input. `kind`: parameter, buffer, input, constant, tangent, prologue or random; `target`: outside name.
 
     The target is the dotted name for parameters, buffers and constants, the path in the call (``args[0]``,
-    ``kwargs['mask']['a']``) for inputs, the output's path for tangents, the value's own name for prologue values,
-    module path and occurrence for random ones (``h.3.drop#0``).
+    ``kwargs['mask']['a']``) for inputs, the target of the output whose gradient it is for tangents, the value's own
+    name for prologue values, module path and occurrence for random ones (``h.3.drop#0``).
     """
 
     value: Value
@@ -169,7 +179,11 @@ class Input:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """A graph output. `kind`: loss, output, grad (of parameter `target`), input_grad, mutation (of buffer `target`).
+    """A graph output. `kind`: loss, output, grad, input_grad or mutation; `target`: outside name.
+
+    The target is the place in the flat result (``0``) for outputs, for the loss too, whose tangent is called ``loss``;
+    the parameter for grads, of which there are several where it is used in several places; the input's path for
+    gradients of inputs; the buffer for mutations, which are its new values.
 
     How microbatches combine (known after `normalise`): concatenated along `dim`; else summed if `partial`; else all
     equal. `everywhere`: every rank gets the whole of it, as of all that is `partial`; else it stays where it is made.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import keyword
 import re
+from collections.abc import Container
 
 RESERVED = (
     "world", "batch", "b", "B", "k", "i", "saved", "kept", "updated", "one",
@@ -18,3 +19,10 @@ def identifier(text: str, prefix: str = "p") -> str:
     if name[0].isdigit():
         name = prefix + name
     return f"{name}_" if keyword.iskeyword(name) or name in RESERVED else name
+
+
+def fresh(name: str, taken: Container[str]) -> str:
+    """The name, with as many underscores behind it as it takes to be none of `taken`."""
+    while name in taken:
+        name += "_"
+    return name

@@ -36,10 +36,10 @@ class Body:
 class Segment:
     """One use of a body: what its formal inputs and outputs are in the whole graph, by value name or parameter target.
 
-    `fixed` are buffers, constants and prologue values (the same for every microbatch). `forward_parameters` and
-    `backward_parameters` are targets, in the order of the body's formals. `gradients` pairs each parameter gradient
-    that the backward returns, after the `backward_outputs`, with its parameter; `updates` are the buffers of which the
-    forward returns the new values, after the `outputs`.
+    `fixed` are what comes neither from other segments nor from the caller: buffers, constants, prologue values, draws.
+    `forward_parameters` and `backward_parameters` are targets, in the order of the body's formals. `gradients` pairs
+    each parameter gradient that the backward returns, after the `backward_outputs`, with its parameter; `updates` are
+    the buffers of which the forward returns the new values, after the `outputs`.
     """
 
     name: str

@@ -1,1 +1,2 @@
-"""The passes, in the order of processing: normalise, segment, shard, split, schedule, emit, verify. One file a pass."""
+"""The passes, in the order of processing: normalise, segment, recompute, shard, split, schedule, emit,
+verify. One file a pass; the others hold what a pass asks."""

@@ -1,5 +1,8 @@
 """Bodies: the nodes of each segment under local names, equal ones shared.
 
+before: h.0: mm = x @ h_0_w; y = tanh(mm)     h.1: mm_1 = y @ h_1_w; y_1 = tanh(mm_1)
+after:  body h: mm = x @ w; tanh = tanh(mm)   h.0 = h(x; h.0.w) -> y   h.1 = h(y; h.1.w) -> y_1
+
 Two segments share a body when their nodes, sizes, inputs and outputs are equal up to names, forward and backward.
 """
 

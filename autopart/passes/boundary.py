@@ -9,7 +9,6 @@ after:  d_x = clone(...), made by the layer that first reads x
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container
 from dataclasses import replace
 
 import torch
@@ -17,6 +16,7 @@ import torch
 from autopart.errors import CaptureError
 from autopart.ir.captured import Captured
 from autopart.ir.graph import Node, Ref, Value
+from autopart.ir.names import fresh
 
 
 def with_everywhere(captured: Captured, outputs: str | None) -> Captured:
@@ -39,7 +39,7 @@ def with_own_input_gradients(captured: Captured) -> Captured:
     nodes, outputs, names = list(captured.nodes), [], dict[str, str]()
     for out in captured.outputs:
         if out.kind == "input_grad":
-            name = _fresh(f"d_{inputs[out.target]}", values)
+            name = fresh(f"d_{inputs[out.target]}", values)
             if out.name not in made or uses[out.name] > 1:
                 reader = next(node for node in captured.nodes if inputs[out.target] in node.refs())
                 nodes.append(_copied(values[out.name], name, reader))
@@ -48,12 +48,6 @@ def with_own_input_gradients(captured: Captured) -> Captured:
             out = replace(out, name=name)
         outputs.append(out)
     return replace(captured, nodes=tuple(node.renamed(names) for node in nodes), outputs=tuple(outputs))
-
-
-def _fresh(name: str, taken: Container[str]) -> str:
-    while name in taken:
-        name += "_"
-    return name
 
 
 def _copied(value: Value, name: str, reader: Node) -> Node:

@@ -1,4 +1,4 @@
-"""Operators written so that they mean the same at every batch size.
+"""decompose: nodes -> nodes. Operators written so that they mean the same at every batch size.
 
 before:  ``m = mean(x)``                        x: [batch, 8]
 after:   ``m_sum = sum(x);  m = m_sum / (8 * batch)``
@@ -18,6 +18,7 @@ import torch
 
 from autopart._torch import OpOverload
 from autopart.ir.graph import Dim, Input, Node, Ref, Size, Value
+from autopart.ir.names import fresh
 from autopart.rules.factor import Call, bind, is_batch, times, wrap
 from autopart.rules.reduce import reduced_dims
 
@@ -70,8 +71,8 @@ def _sum_and_divide(node: Node, call: Call, dims: list[int], values: dict[str, V
     if not isinstance(divisor, Size):
         yield node  # two batch dims: the judgement refuses the value itself
         return
-    total = Value(_fresh(f"{result.name}_sum", values), result.shape, wide)
-    quotient = result if wide == result.dtype else Value(_fresh(f"{result.name}_mean", values), result.shape, wide)
+    total = Value(fresh(f"{result.name}_sum", values), result.shape, wide)
+    quotient = result if wide == result.dtype else Value(fresh(f"{result.name}_mean", values), result.shape, wide)
     count = Size(divisor.per_sample, divisor.constant, whole=True)
     keep = bool(call.args.get("keepdim", False))
     summed = (node.args[0], tuple(dims), keep)
@@ -85,9 +86,3 @@ def _like(
     node: Node, op: OpOverload, args: tuple[object, ...], kwargs: tuple[tuple[str, object], ...], out: Value
 ) -> Node:
     return replace(node, op=op, args=args, kwargs=kwargs, outs=(out,), single=True)
-
-
-def _fresh(name: str, values: dict[str, Value]) -> str:
-    while name in values:
-        name += "_"
-    return name

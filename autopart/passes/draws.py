@@ -17,7 +17,7 @@ import torch
 from autopart.errors import CaptureError
 from autopart.ir.captured import Captured, unnamed
 from autopart.ir.graph import Input, Node, Ref, Value
-from autopart.ir.names import identifier
+from autopart.ir.names import fresh, identifier
 from autopart.passes.dependence import batch_dims
 
 WORDS = 6
@@ -37,22 +37,12 @@ def with_draws(captured: Captured) -> Captured:
             path = first.get(node.module, node.module)
             target = f"{path}#{seen[path]}"
             seen[path] += 1
-            name = identifier(f"{target}_draw")
-            while name in taken:
-                name += "_"
+            name = fresh(identifier(f"{target}_draw"), taken)
             taken.add(name)
             inputs.append(Input(Value(name, (WORDS,), torch.int64), "random", target))
             node = _named(node, name)
         nodes.append(node)
     return replace(captured, inputs=(*captured.inputs, *inputs), nodes=tuple(nodes))
-
-
-def place(node: Node | None) -> str:
-    """The user's line and the module, as far as they are known, to begin a message with."""
-    if node is None:
-        return ""
-    known = [node.source, f"in module {node.module!r}" if node.module else ""]
-    return "".join(f"{part}: " for part in known if part)
 
 
 def _named(node: Node, name: str) -> Node:
@@ -67,13 +57,13 @@ def _refuse(node: Node) -> None:
         return
     if not unnamed(node):
         raise CaptureError(
-            f"{place(node)}{node.opname} draws random numbers in a way that cannot be repeated piece by piece on other "
-            "ranks; make them of torch.rand, randn, randint, bernoulli, exponential_ or a dropout, or draw them "
+            f"{node.place()}{node.opname} draws random numbers in a way that cannot be repeated piece by piece on "
+            "other ranks; make them of torch.rand, randn, randint, bernoulli, exponential_ or a dropout, or draw them "
             "outside and pass them in as an input"
         )
     if node.backward:
         raise CaptureError(
-            f"{place(node)}{node.opname} draws random numbers during the backward; draw them in the forward and save "
+            f"{node.place()}{node.opname} draws random numbers during the backward; draw them in the forward and save "
             "them for it"
         )
 

@@ -1,4 +1,8 @@
-"""emit: Scheduled -> Program. Write each rank's text; read its actions back, and assert that they are the plan's."""
+"""emit: Scheduled -> Program. Write each rank's text; read its actions back, and assert that they are the plan's.
+
+before: 0F0 0SEND0>1 ...
+after:  ``acts_0_1[0], saved_0[0] = stage0_forward(world, batch, 0)``, ``world.send(acts_0_1.pop(0), ...)``, ...
+"""
 
 from __future__ import annotations
 

@@ -92,9 +92,7 @@ def check_sums(inputs: Sequence[Input], prologue: Sequence[Node]) -> None:
     scan = _Scan([item for item in inputs if item.kind != "prologue"], ())
     wanted = {item.value.name for item in inputs if item.kind == "prologue"}
     for index, node in enumerate(prologue):
-        where = "".join(
-            f"{part}: " for part in (node.source, f"in module {node.module!r}" if node.module else "") if part
-        )
+        where = node.place()
         try:
             scan.node(index, node)
         except NeededWhole as needed:

@@ -1,10 +1,16 @@
 """normalise: Captured -> Captured. The same step in the form in which its microbatches add up to the whole batch.
 
-* every random number is a function of seed, call, operation and element, so that it can be drawn piece by piece;
+In this order:
+
+* every random number is a function of seed, call, operation and element, so that it can be drawn piece by piece
+  (`draws`); what a person would not have written is gone (`simplify`);
 * a parameter used in several places has one gradient output a use (their sum is its gradient);
-* a mean over the batch is a sum divided by the size of the *whole* batch;
+* gradients of inputs are values of their own, and outputs say which ranks get them (`boundary`); new values of buffers
+  are made by nodes;
+* a mean over the batch is a sum divided by the size of the *whole* batch (`decompose`), or of the slice where each
+  slice computes as if it were the batch (`slices`, `weights`);
+* what is equal on all microbatches is scaled by the microbatch's share where it joins a sum over them (`judge`);
 * what depends on the whole batch's inputs alone (the count of valid targets) is a prologue, computed once a step;
-* what is equal on all microbatches is scaled by the microbatch's share where it joins a sum over them;
 * views of parameters that the backward reads are made again there, so a forward saves none of them.
 
 before: loss = nll_sum / count                      (count of this microbatch)
@@ -21,16 +27,17 @@ import torch
 
 from autopart.errors import CaptureError
 from autopart.ir.captured import Captured, dead_code_eliminated
-from autopart.ir.graph import Arg, Input, Node, Output, Ref, Share, Size, Value, map_arg
+from autopart.ir.graph import Arg, Input, Node, Output, Ref, Share, Size, Value
 from autopart.ir.placement import Partial, Shard
 from autopart.passes.accumulate import trees
 from autopart.passes.boundary import check_detached, with_everywhere, with_own_input_gradients
 from autopart.passes.decompose import decompose_means, explicit_squeezes
-from autopart.passes.draws import place, with_draws
+from autopart.passes.draws import with_draws
 from autopart.passes.judge import Judgement, Site, judge
 from autopart.passes.simplify import simplify
 from autopart.passes.slices import of_the_slice, without_running_statistics
 from autopart.passes.weights import counts, judge_slices
+from autopart.rules.factor import argument, with_argument
 
 VIEWS = frozenset(
     ("t", "permute", "transpose", "view", "expand", "unsqueeze", "squeeze", "alias", "slice", "select", "_unsafe_view")
@@ -90,8 +97,9 @@ def _refuse(captured: Captured) -> None:
     kinds = {item.target: item.kind for item in captured.inputs}
     for out in captured.updates():
         if (kind := kinds.get(out.target, "buffer")) != "buffer":
+            place = made[out.name].place() if out.name in made else ""
             raise CaptureError(
-                f"{place(made.get(out.name))}the {kind} {out.target} is changed in place during the forward, which "
+                f"{place}the {kind} {out.target} is changed in place during the forward, which "
                 "is not supported; work on a copy of it"
             )
 
@@ -105,9 +113,9 @@ def _check_updates(captured: Captured) -> None:
             if reached.intersection(node.refs()):
                 reached.update(node.names())
         if reader := next((o for o in captured.outputs if o.name in reached and o.kind != "mutation"), None):
-            made = next((node for node in captured.nodes if out.name in node.names()), None)
+            place = next((node.place() for node in captured.nodes if out.name in node.names()), "")
             raise CaptureError(
-                f"{place(made)}the buffer {out.target} is updated by every microbatch, and the {reader.kind} "
+                f"{place}the buffer {out.target} is updated by every microbatch, and the {reader.kind} "
                 f"{reader.target} depends on it, so it would not be that of the whole batch; pass "
                 'semantics="accumulate" to update it by each microbatch in order, or update it in the loop'
             )
@@ -163,17 +171,17 @@ def _with_whole_batch(captured: Captured, judgement: Judgement) -> Captured:
     shares: dict[tuple[str, str, bool], str] = {}  # one a module and phase, so that none travels far
     for index, node in enumerate(captured.nodes):
         for site, whole in edits.get(index, ()):
-            arg = _get(node, site.path)
+            arg = argument(node, site.path)
             if whole:
-                node = _set(node, site.path, replace(arg, whole=True))
+                node = with_argument(node, site.path, replace(arg, whole=True))
             elif isinstance(arg, Ref):
                 key = arg.name, node.module, node.backward
                 if key not in shares:
                     shares[key] = f"{arg.name}_share{len(nodes)}"
                     nodes.append(_scaled(values[arg.name], shares[key], node))
-                node = _set(node, site.path, Ref(shares[key]))
+                node = with_argument(node, site.path, Ref(shares[key]))
             else:
-                node = _set(node, site.path, Share(arg))
+                node = with_argument(node, site.path, Share(arg))
         nodes.append(node)
     outputs = list(captured.outputs)
     made = {name: node for node in nodes for name in node.names()}
@@ -196,26 +204,6 @@ def _scaled(value: Value, name: str, like: Node) -> Node:
     return replace(
         like, op=op, args=(Ref(value.name), Share()), kwargs=(), outs=(replace(value, name=name),), single=True
     )
-
-
-def _get(node: Node, path: tuple[int | str, ...]) -> Arg:
-    first, *rest = path
-    arg = dict(node.kwargs)[first] if isinstance(first, str) else node.args[first]
-    for step in rest:
-        arg = arg[step]
-    return arg
-
-
-def _set(node: Node, path: tuple[int | str, ...], new: Arg) -> Node:
-    def put(arg: Arg, rest: tuple[int | str, ...]) -> Arg:
-        if not rest:
-            return new
-        return tuple(put(item, rest[1:]) if i == rest[0] else item for i, item in enumerate(arg))
-
-    first, rest = path[0], path[1:]
-    if isinstance(first, str):
-        return replace(node, kwargs=tuple((key, put(arg, rest) if key == first else arg) for key, arg in node.kwargs))
-    return replace(node, args=tuple(put(arg, rest) if i == first else arg for i, arg in enumerate(node.args)))
 
 
 def _with_prologue(captured: Captured, wanted: Iterable[str]) -> Captured:
@@ -246,7 +234,7 @@ def _with_prologue(captured: Captured, wanted: Iterable[str]) -> Captured:
 
 def _whole(node: Node) -> Node:
     """The node on the whole batch, of which the share is 1."""
-    return replace(node, args=map_arg(node.args, lambda a: a.factor if isinstance(a, Share) else a))
+    return node.mapped(lambda arg: arg.factor if isinstance(arg, Share) else arg)
 
 
 def _with_copies(captured: Captured, given: set[str]) -> Captured:

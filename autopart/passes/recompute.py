@@ -89,7 +89,7 @@ class _Made:
 
 def _updated(segmented: Segmented) -> set[str]:
     """The values of the buffers that the step changes."""
-    targets = {out.target for out in segmented.captured.outputs if out.kind == "mutation"}
+    targets = {out.target for out in segmented.captured.updates()}
     return {item.value.name for item in segmented.captured.of_kind("buffer") if item.target in targets}
 
 

@@ -16,13 +16,13 @@ from dataclasses import replace
 import torch
 
 from autopart.errors import CaptureError
-from autopart.ir.graph import Arg, Node, Share
+from autopart.ir.graph import Share
 from autopart.ir.placement import Partial, PerSlice, TensorPlacement
 from autopart.ir.segmented import Function, Segment, Segmented
 from autopart.ir.sharded import Sharded
 from autopart.passes.dependence import Fact, depend
 from autopart.passes.slices import given, in_slice
-from autopart.rules.factor import ArgPath
+from autopart.rules.factor import argument
 
 AXIS = "dp"
 
@@ -99,7 +99,7 @@ def _inside(function: Function, given: Sequence[Fact], where: str) -> dict[str, 
     for node in function.nodes:
         values |= {out.name: out for out in node.outs if out is not None}
         found = depend(node, values, facts)
-        if any(not isinstance(_argument(node, path), Share) for path in found.shares):
+        if any(not isinstance(argument(node, path), Share) for path in found.shares):
             raise CaptureError(f"{where}: {node.opname} adds what is equal on all microbatches to a part of a sum")
         facts |= found.facts
         if node.op.overloadpacket is torch.ops.aten.mul and isinstance(node.args[1], Share):
@@ -120,14 +120,6 @@ def _inside_slice(function: Function, given: Sequence[Fact], where: str) -> dict
 def _adds_up(fact: Fact) -> bool:
     """Whether the slices' values add up to the whole batch's; one of a slice's own has its weight by then."""
     return isinstance(fact.place, Partial | PerSlice) or fact.zero
-
-
-def _argument(node: Node, path: ArgPath) -> Arg:
-    first, *rest = path
-    found = dict(node.kwargs)[first] if isinstance(first, str) else node.args[first]
-    for step in rest:
-        found = found[step]
-    return found
 
 
 def _passing(segment: Segment) -> tuple[str, ...]:

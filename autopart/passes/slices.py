@@ -1,5 +1,8 @@
 """Slices: a step in which each slice of the batch computes as if it were the whole batch.
 
+before: mean = sum(x) / (8 * B)                  of the whole batch
+after:  mean = sum(x) / (8 * b)                  of the slice
+
 A slice is one microbatch of one data rank. The graph runs on it as it is, at its own size, whatever couples its
 samples: batch statistics, a softmax over the batch, contrastive pairs. What a value is to the other slices follows from
 its shape and its operands alone; what the slices' losses weigh, `passes.weights` finds.
@@ -12,7 +15,7 @@ from dataclasses import replace
 
 from autopart.errors import CaptureError
 from autopart.ir.captured import Captured
-from autopart.ir.graph import Arg, Input, Node, Share, Size, Value, map_arg
+from autopart.ir.graph import Arg, Input, Node, Share, Size, Value
 from autopart.ir.placement import Partial, PerSlice, Replicate, Shard
 from autopart.passes.dependence import Fact, NeededWhole, batch_dims, depend, is_random
 from autopart.passes.judge import takes_sizes
@@ -28,11 +31,7 @@ def of_the_slice(nodes: Sequence[Node]) -> tuple[Node, ...]:
     def leaf(arg: Arg) -> Arg:
         return replace(arg, whole=False) if isinstance(arg, Size) and arg.whole else arg
 
-    def ours(node: Node) -> Node:
-        kwargs = tuple((key, map_arg(arg, leaf)) for key, arg in node.kwargs)
-        return replace(node, args=map_arg(node.args, leaf), kwargs=kwargs)
-
-    return tuple(map(ours, nodes))
+    return tuple(node.mapped(leaf) for node in nodes)
 
 
 def least_samples(captured: Captured) -> int:

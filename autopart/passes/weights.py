@@ -1,5 +1,8 @@
 """Weights: how a step is judged that runs on each slice of the batch as it is, and what its losses weigh.
 
+before: loss = mean(norm(x))                     of a slice
+after:  loss_share = loss * b / B                which add up to the step's
+
 The graph needs nothing but the weight of each slice's loss, its share of the whole reduction:
 
 * a loss that is a plain sum over the samples has weight 1;

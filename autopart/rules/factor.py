@@ -9,7 +9,7 @@ factor cannot be split at all. `linear` lists the operand sets through which a p
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import gcd
 
 from autopart._torch import OpOverload
@@ -168,6 +168,29 @@ def slots(node: Node) -> Iterator[tuple[str, ArgPath, Arg]]:
             yield from ((f"{name}.{i}", (place, i), item) for i, item in enumerate(arg))
         else:
             yield name, (place,), arg
+
+
+def argument(node: Node, path: ArgPath) -> Arg:
+    """The argument at a path."""
+    first, *rest = path
+    arg = dict(node.kwargs)[first] if isinstance(first, str) else node.args[first]
+    for step in rest:
+        arg = arg[step]
+    return arg
+
+
+def with_argument(node: Node, path: ArgPath, new: Arg) -> Node:
+    """The node with another argument at a path."""
+
+    def put(arg: Arg, rest: ArgPath) -> Arg:
+        if not rest:
+            return new
+        return tuple(put(item, rest[1:]) if i == rest[0] else item for i, item in enumerate(arg))
+
+    first, rest = path[0], path[1:]
+    if isinstance(first, str):
+        return replace(node, kwargs=tuple((key, put(arg, rest) if key == first else arg) for key, arg in node.kwargs))
+    return replace(node, args=tuple(put(arg, rest) if i == first else arg for i, arg in enumerate(node.args)))
 
 
 def bind(node: Node, values: Mapping[str, Value]) -> Call:

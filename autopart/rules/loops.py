@@ -95,10 +95,10 @@ def loops(
     found.read([(term, out.shape) for term, out in pairs if term is not None and out is not None])
 
     draft = Draft()
-    factors: dict[str, Product] = {}
-    for letter, size in found.of.items():
-        is_blocked = letter in blocked or (letter[0] == "*" and "*" in blocked)
-        factors[letter] = draft.new(size, blocked=is_blocked)
+    factors: dict[str, Product] = {
+        letter: draft.new(size, blocked=letter in blocked or (letter[0] == "*" and "*" in blocked))
+        for letter, size in found.of.items()
+    }
 
     def dims(term: Term, shape: tuple[Dim, ...]) -> Dims:
         merged = (tuple(f for letter in _letters(token) for f in factors[letter]) for token in term)
@@ -107,10 +107,7 @@ def loops(
     return draft.rule(
         call,
         {slot: dims(term, call.shape(slot)) for slot, term in operands},
-        [
-            None if t is None or out is None else dims(t, out.shape)
-            for t, out in zip(results, call.results, strict=False)
-        ],
+        [None if t is None or o is None else dims(t, o.shape) for t, o in zip(results, call.results, strict=False)],
         linear=linear,
         unread=unread,
         sizes={

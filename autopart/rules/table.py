@@ -21,6 +21,7 @@ from autopart.rules import (
     reduce,
     shape,
     softmax,
+    view,
 )
 from autopart.rules.factor import Family, Rule, bind
 
@@ -41,6 +42,7 @@ FAMILIES: tuple[Mapping[str, Family], ...] = tuple(
         reduce,
         shape,
         softmax,
+        view,
     )
 )
 """Every family's rules: by the operator's name, or ``name.overload`` where its overloads differ."""

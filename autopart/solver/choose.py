@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 from autopart.cluster import Cluster
@@ -75,6 +76,12 @@ def choose(
         solved = first_fit(request)
     if solved is None:
         raise infeasible(request)
+    plan = _plan(request, solved)
+    return replace(plan, notes=_notes(request, solved, mesh is not None, recompute), fingerprint=fingerprint)
+
+
+def _plan(request: Request, solved: Solved) -> Plan:
+    """The plan of a solution, whose split is proven."""
     candidate, starts = solved.candidate, certify(solved.problem, solved.split).starts
     cuts = [*starts, len(request.costs)]
     return Plan(
@@ -86,11 +93,11 @@ def choose(
         schedule=request.schedule,
         microbatches=candidate.microbatches,
         recompute=request.recompute,
-        batch=batch,
+        batch=request.batch,
         prediction=predict(request, solved),
         optimality=_optimality(solved),
-        notes=_notes(request, solved, mesh is not None, recompute),
-        fingerprint=fingerprint,
+        notes=(),
+        fingerprint="",
     )
 
 

@@ -93,14 +93,8 @@ def resolve(
         raise ValueError(f"recomputed: expected the costs of {names}, not of {[cost.name for cost in again]}")
     cluster = cluster or Cluster.preset("cpu", per_node=count)
     number, starts = _stages(stages, names, pinned)
-    if schedule is not None and schedule not in SCHEDULES:
-        raise ValueError(f"schedule: unknown or not yet planned for: {schedule!r}; known are {', '.join(SCHEDULES)}")
     if microbatches is not None:
         whole("microbatches", microbatches)
-    if isinstance(optimizer_ratio, bool) or not isinstance(optimizer_ratio, int | float):
-        raise TypeError(f"optimizer_ratio: expected a number such as 2 for AdamW, not {optimizer_ratio!r}")
-    if not 0 <= optimizer_ratio < inf:
-        raise ValueError(f"optimizer_ratio: state bytes per parameter byte cannot be {optimizer_ratio}")
     request = Request(
         costs=tuple(a if p.name in wanted else p for p, a in zip(costs, again, strict=True)),
         batch=batch,
@@ -110,10 +104,10 @@ def resolve(
         stages=number,
         starts=starts,
         placements=_placements(placement),
-        schedule=schedule or "1f1b",
+        schedule=_schedule(schedule),
         microbatches=microbatches,
         memory=cluster.memory if memory is None else parse_bytes(memory),
-        optimizer_ratio=optimizer_ratio,
+        optimizer_ratio=_ratio(optimizer_ratio),
         recompute=wanted,
         recomputed=tuple(
             a if a.at(batch).saved_bytes < p.at(batch).saved_bytes else None for p, a in zip(costs, again, strict=True)
@@ -129,6 +123,21 @@ def whole(name: str, value: object) -> None:
         raise TypeError(f"{name}: expected a whole number, not {value!r}")
     if value < 1:
         raise ValueError(f"{name}: must be at least 1, not {value}")
+
+
+def _schedule(name: str | None) -> str:
+    if name is not None and name not in SCHEDULES:
+        raise ValueError(f"schedule: unknown or not yet planned for: {name!r}; known are {', '.join(SCHEDULES)}")
+    return name or "1f1b"
+
+
+def _ratio(value: float) -> float:
+    """Bytes of optimizer state per byte of trainable parameter."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"optimizer_ratio: expected a number such as 2 for AdamW, not {value!r}")
+    if not 0 <= value < inf:
+        raise ValueError(f"optimizer_ratio: state bytes per parameter byte cannot be {value}")
+    return value
 
 
 def _devices(devices: int | None, cluster: Cluster | None, mesh: Mesh | None) -> int:

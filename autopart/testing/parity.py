@@ -20,21 +20,19 @@ from autopart.testing.world import LocalWorld
 
 OptimizerOf = Callable[[Any], torch.optim.Optimizer]
 LossOf = Callable[[Any], torch.Tensor]
+Weight = Callable[[tuple[Any, ...], Mapping[str, Any]], float]
+"""What of a call the share of its loss is counted in: samples, or valid targets."""
 
 
 @dataclass(frozen=True, slots=True)
 class Trajectory:
-    """What some training steps left behind: losses, each step's gradients and norm, the final parameters; all whole."""
+    """What some training steps left behind: losses, each step's gradients and norm, the state at the end; all whole."""
 
     losses: tuple[float, ...]
     gradients: tuple[Mapping[str, torch.Tensor], ...]
     norms: tuple[float, ...]
     parameters: Mapping[str, torch.Tensor]
     buffers: Mapping[str, torch.Tensor]
-
-
-Weight = Callable[[tuple[Any, ...], Mapping[str, Any]], float]
-"""What of a call the share of its loss is counted in: samples, or valid targets."""
 
 
 class Sliced:
@@ -129,21 +127,18 @@ def assert_parity(
     With semantics "accumulate" the other side is the plain module fed slice by slice (see `Sliced`, also for `weight`),
     and buffers are compared too.
 
-    Raises AssertionError naming the first thing that differs, with both values.
+    Raises AssertionError naming the first thing that differs, with both values; ValueError for random operations under
+    "accumulate", where a plain module that is fed a slice does not know which part of a draw is the slice's.
     """
     model, args, kwargs = _double(copy.deepcopy(model)), _double(args), _double(dict(kwargs or {}))
     meaning: dict[str, Any] = {"capture": capture, "batch": batch, "semantics": semantics}
     program = plan if isinstance(plan, Program) else _compiled(model, args, kwargs, plan, meaning, pins)
-    if tolerance is None:
-        narrow = {value.dtype for value in program.captured.values()} & {torch.float32, torch.bfloat16, torch.float16}
-        tolerance = 1e-6 if narrow else 1e-9
+    tolerance = _tolerance(program) if tolerance is None else tolerance
+    plain = _on_one_device(model, program, semantics, weight, batch)
 
     def data(step: int) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
         return (args, kwargs) if batches is None else _double(batches(step))
 
-    plain: Any = copy.deepcopy(model)
-    if semantics == "accumulate":
-        plain = Sliced(plain, program.plan.mesh.degree("dp"), program.plan.microbatches, weight, batch)
     with reference_random() if program.captured.of_kind("random") else contextlib.nullcontext():
         expected = train(plain, data, steps, optimizer, max_norm, loss)
 
@@ -226,6 +221,31 @@ def _compiled(
 ) -> Program:
     made = plan(model, args, kwargs, **meaning, **pins) if given is None else given
     return compile(model, made, args, kwargs, **meaning)
+
+
+def _on_one_device(
+    model: torch.nn.Module,
+    program: Program,
+    semantics: str,
+    weight: Weight | None,
+    batch: Mapping[str, int | None] | None,
+) -> Any:
+    """A plain copy, fed in slices where each is to compute as if it were the batch."""
+    if semantics != "accumulate":
+        return copy.deepcopy(model)
+    if random := program.captured.of_kind("random"):
+        raise ValueError(
+            f"semantics: with 'accumulate' random operations ({random[0].target}) cannot be compared, since one device "
+            "that is fed slice by slice draws for each as for a whole batch; set their probabilities to 0"
+        )
+    degree, microbatches = program.plan.mesh.degree("dp"), program.plan.microbatches
+    return Sliced(copy.deepcopy(model), degree, microbatches, weight, batch)
+
+
+def _tolerance(program: Program) -> float:
+    """What rounding allows: more where the model itself leaves float64."""
+    narrow = {value.dtype for value in program.captured.values()} & {torch.float32, torch.bfloat16, torch.float16}
+    return 1e-6 if narrow else 1e-9
 
 
 def _gradients(model: Any) -> Mapping[str, torch.Tensor]:
