@@ -150,3 +150,37 @@ def test_written_programs_and_stage_graphs(labels: bool, pins: dict[str, Any], t
         assert (one.forward.code, one.backward.code) == (two.forward.code, two.backward.code)
         again = "recompute" in pins or pins["capture"] == "compile"
         assert "drop_0" in one.forward.code and ("drop_0" in one.backward.code) == again
+
+
+class Pairs(nn.Module):
+    """A batch norm and a contrastive loss of a slice's pairs; without temperature the embeddings."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.norm, self.two = nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor, temperature: torch.Tensor | None = None) -> torch.Tensor:
+        z = F.normalize(self.two(torch.tanh(self.norm(self.one(x)))), dim=1)
+        return z if temperature is None else F.cross_entropy(z @ z.T / temperature, torch.arange(len(z)))
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_gradients_of_inputs_of_slices(recompute: bool) -> None:
+    """Those of samples and of a number that all slices share, with a loss and without one."""
+    torch.manual_seed(0)
+    plain, x, t = Pairs().double(), torch.randn(11, 6).double(), torch.full((), 0.5).double()
+    model = autopart.parallelize(
+        copy.deepcopy(plain), semantics="accumulate", capture="direct", placement="zero2", recompute=recompute, **PINS
+    )
+    ours, theirs = [[x.clone().requires_grad_(), t.clone().requires_grad_()] for _ in range(2)]
+    model(*ours).backward()
+    Sliced(plain, 2, 2)(*theirs).backward()
+    found, expected = ({str(i): leaf.grad for i, leaf in enumerate(leaves)} for leaves in (ours, theirs))
+    assert_close(found, expected, 1e-9, "input")
+    assert_close(model.full_grads(), {n: p.grad for n, p in plain.named_parameters() if p.grad is not None}, 1e-9, "")
+    ours, theirs = [[x.clone().requires_grad_()] for _ in range(2)]
+    weights = torch.randn(11, 4).double()
+    (model(*ours) * weights).sum().backward()
+    pieces = [half for part in torch.tensor_split(theirs[0], 2) for half in torch.tensor_split(part, 2)]
+    (torch.cat([plain(piece) for piece in pieces]) * weights).sum().backward()
+    assert_close({"x": ours[0].grad}, {"x": theirs[0].grad}, 1e-9, "input")

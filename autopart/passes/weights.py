@@ -39,7 +39,9 @@ def judge_slices(inputs: Sequence[Input], nodes: Sequence[Node], outputs: Sequen
     tangents = {item.value.name for item in inputs if item.kind == "tangent" and item.target == "loss"}
     taking = (tangents | counted) if by_samples else frozenset[str]()
     places = {name: fact.place for name, fact in facts.items()} | dict.fromkeys(counted, Replicate())
-    places |= {out.name: Partial() for out in outputs if out.kind in ("loss", "grad")}
+    whole = {item.target for item in inputs if not batch_dims(item.value)}  # what all slices share has one gradient
+    summed = [o for o in outputs if o.kind in ("loss", "grad") or (o.kind == "input_grad" and o.target in whole)]
+    places |= {out.name: Partial() for out in summed}
     return Judgement(
         placements=places,
         shares=tuple(site for site in _reads(nodes) if _name(nodes, site) in taking),
