@@ -1,9 +1,10 @@
 """What a stage holds, by state, and the collectives that its placement implies: one rule a mode, for each segment.
 
 A state of |s| bytes takes |s| where it is replicated over N data ranks and ceil(|s| / N) where it is sharded, with or
-without gather. On top come, for the largest segment of the stage, its gathered parameters (sharded-with-gather), its
-whole gradient before that is reduced to a part (sharded gradients) and the activations that it recomputes. Activations
-are what one microbatch saves, times those in flight. A parameter that several segments of a stage use is held once.
+without gather. On top come the gathered parameters (sharded-with-gather) and the whole gradients before they are
+reduced to a part (sharded gradients) of the two segments of the stage that have most of these, as one is gathered or
+reduced beside the other; and the activations that one segment recomputes. Activations are what one microbatch saves, times
+those in flight. A parameter that several segments of a stage use is held once.
 """
 
 from __future__ import annotations
