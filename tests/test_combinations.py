@@ -120,6 +120,26 @@ def test_slices_draw_their_part_of_the_whole_batch(recompute: bool) -> None:
     assert_close(dict(model.named_buffers()), dict(plain.named_buffers()), 1e-9, "")
 
 
+class Mixed(nn.Module):
+    """A dropout where the samples are inside of a dim, or after it where they are not, before a loss of a slice."""
+
+    def __init__(self, early: bool) -> None:
+        super().__init__()
+        self.norm, self.drop, self.early = nn.BatchNorm1d(6), nn.Dropout(0.5), early
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.drop(x) if self.early else x
+        h = self.norm(h.transpose(0, 1).reshape(-1, 6))
+        return (h if self.early else self.drop(h)).square().mean()
+
+
+def test_a_slice_that_does_not_know_its_part_of_a_draw_is_refused() -> None:
+    args, meaning = data(labels=False), {"semantics": "accumulate", "capture": "direct", "mesh": {"dp": 2}}
+    autopart.plan(Mixed(early=True), args, **meaning)
+    with pytest.raises(autopart.CaptureError, match=r"in module 'drop': .*draws random numbers for samples"):
+        autopart.plan(Mixed(early=False), args, **meaning)
+
+
 def test_parity_of_draws_under_accumulate_is_not_claimed() -> None:
     with pytest.raises(ValueError, match=r"semantics: .* random operations"):
         assert_parity(net(), data(labels=True), semantics="accumulate", **PINS)

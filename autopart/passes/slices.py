@@ -113,5 +113,37 @@ def _ruled(node: Node, values: Mapping[str, Value], known: Mapping[str, Fact]) -
     return {} if found.shares else found.facts
 
 
+class Drawn:
+    """The values made of draws alone, which must lie in a slice as in the whole batch: sample by sample, in order."""
+
+    def __init__(self) -> None:
+        self.names: dict[str, Node] = {}  # with the draw
+
+    def node(self, node: Node, values: Mapping[str, Value], known: Mapping[str, Fact]) -> None:
+        """Follow one node. Raises CaptureError where a draw meets samples that are in another order than its own."""
+        if is_random(node):
+            self.names.update(dict.fromkeys(node.names(), node))
+            if any(len(batch_dims(values[name])) > 1 for name in node.names()):
+                raise CaptureError(f"{node.place()}{node.opname} {_NO_PLACE}")
+            return
+        moving = [name for name in node.refs() if batch_dims(values[name])]
+        draws = [self.names[name] for name in moving if name in self.names]
+        if draws and len(draws) == len(moving):
+            self.names.update(dict.fromkeys(node.names(), draws[0]))
+        elif draws:
+            try:
+                depend(node, values, known)
+            except CaptureError:
+                raise CaptureError(f"{draws[0].place()}{draws[0].opname} {_NO_PLACE}") from None
+            except NeededWhole:
+                return
+
+
+_NO_PLACE = (
+    "draws random numbers for samples that are among others in their dim, or in several dims, so that a slice does not "
+    "know its part of them; draw before samples are put together, with the batch as the first dim"
+)
+
+
 def _has_share(node: Node) -> bool:
     return any(isinstance(arg, Share) for _, _, arg in slots(node))

@@ -22,7 +22,7 @@ from autopart.ir.graph import Input, Node, Output, Ref, Value
 from autopart.ir.placement import Partial, PerSlice, Replicate
 from autopart.passes.dependence import Fact, batch_dims
 from autopart.passes.judge import Judgement, Site, takes_sizes
-from autopart.passes.slices import given, in_slice
+from autopart.passes.slices import Drawn, given, in_slice
 from autopart.rules.factor import bind, slots
 from autopart.rules.table import family
 
@@ -95,8 +95,10 @@ class _Weights:
         self.scales: dict[str, frozenset[str]] = {}
         self.scaled_sums: set[str] = set()
         self.divisors: dict[str, str] = {}  # by the quotient of samples
+        drawn = Drawn()
         for node in nodes:
             self.values.update({out.name: out for out in node.outs if out is not None})
+            drawn.node(node, self.values, self.facts)
             self.facts.update(in_slice(node, self.values, self.facts))
             if not node.backward:
                 self._scale(node)

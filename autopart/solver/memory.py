@@ -3,8 +3,8 @@
 A state of |s| bytes takes |s| where it is replicated over N data ranks and ceil(|s| / N) where it is sharded, with or
 without gather. On top come the gathered parameters (sharded-with-gather) and the whole gradients before they are
 reduced to a part (sharded gradients) of the two segments of the stage that have most of these, as one is gathered or
-reduced beside the other; and the activations that one segment recomputes. Activations are what one microbatch saves, times
-those in flight. A parameter that several segments of a stage use is held once.
+reduced beside the other; and the activations that one segment recomputes. Activations are what one microbatch saves,
+times those in flight. A parameter that several segments of a stage use is held once.
 """
 
 from __future__ import annotations
