@@ -22,6 +22,7 @@ from autopart.ir.segmented import Segmented
 from autopart.ir.state import State
 from autopart.passes.costs import costs
 from autopart.passes.emit import emit
+from autopart.passes.inside import crossing, inside
 from autopart.passes.judge import check_sums
 from autopart.passes.normalise import normalise
 from autopart.passes.predict import with_memory, with_traffic
@@ -34,6 +35,7 @@ from autopart.passes.slices import least_samples
 from autopart.passes.split import split
 from autopart.passes.verify import verify
 from autopart.solver.choose import choose
+from autopart.solver.refine import reason, refine
 from autopart.solver.request import Pins
 
 NO_TARGET = capturing.NO_TARGET
@@ -60,11 +62,40 @@ def solve(segmented: Segmented, *, batch: int | None = None, inputs: str = "glob
     if captured.deferred:
         check_deferred(pins.get("schedule"))
         pins["schedule"] = FORWARDS_FIRST
+    chosen = _chosen(segmented, batch or captured.batch, pins)
+    return predicted(segmented, replace(with_regions(chosen, segmented), inputs=inputs))
+
+
+def planned(captured: Captured, *, batch: int | None = None, inputs: str = "global", **pins: Unpack[Pins]) -> Plan:
+    """segment and solve; where whole segments make uneven stages and no names are pinned, with finer cuts."""
+    wanted = named(pins.get("stages"))
+    whole = solve(segment(captured, cuts=wanted), batch=batch, inputs=inputs, **pins)
+    if wanted or len(whole.stages) == 1:
+        return whole
+    kept: Pins = {
+        **pins,
+        "mesh": whole.mesh,
+        "placement": dict(whole.placements),
+        "schedule": whole.schedule,
+        "microbatches": whole.microbatches,
+    }
+    most = crossing(captured, whole)
+    cuts = refine(
+        whole,
+        parts=lambda cuts, plan: inside(captured, cuts, plan, most=most),
+        choose=lambda cuts: _chosen(segment(captured, cuts=cuts), whole.batch, kept),
+    )
+    if not cuts:
+        return whole
+    finer = solve(segment(captured, cuts=cuts), batch=batch, inputs=inputs, **kept)
+    where_from = whole.notes[:3]  # mesh, placement and microbatches were chosen for the whole segments
+    return replace(finer, notes=(*where_from, *finer.notes[3:], reason(whole, finer)))
+
+
+def _chosen(segmented: Segmented, batch: int, pins: Pins) -> Plan:
     again = costs(recompute(segmented, [segment.name for segment in segmented.segments]))
     plain = costs(recompute(segmented))
-    size = batch or captured.batch
-    chosen = choose(plain, recomputed=again, batch=size, fingerprint=fingerprint(captured), **pins)
-    return predicted(segmented, replace(with_regions(chosen, segmented), inputs=inputs))
+    return choose(plain, recomputed=again, batch=batch, fingerprint=fingerprint(segmented.captured), **pins)
 
 
 def predicted(segmented: Segmented, plan: Plan) -> Plan:
@@ -113,7 +144,7 @@ def compile(
     call = capturing.read(model, args, kwargs, batch=batch, target=target)
     captured = captured_step(model, call, loss_fn, target is not NO_TARGET, capture, semantics)
     check_fingerprint(plan, captured)
-    return lower(segment(captured, cuts=cuts(plan)), plan)
+    return lower(segment(captured, cuts=plan.cuts), plan)
 
 
 def plan(
@@ -139,17 +170,12 @@ def plan(
     check_hooks(model, "refuse")
     call = capturing.read(model, args, kwargs, batch=batch, target=target)
     captured = captured_step(model, call, loss_fn, target is not NO_TARGET, capture, semantics)
-    return solve(segment(captured, cuts=named(pins.get("stages"))), **pins)
+    return planned(captured, **pins)
 
 
 def named(stages: int | Sequence[str] | None) -> tuple[str, ...]:
     """The module names in a `stages` pin."""
     return () if stages is None or isinstance(stages, int | str) else tuple(stages)
-
-
-def cuts(plan: Plan) -> tuple[str, ...]:
-    """The module names at which a plan's stages begin, but for the first."""
-    return tuple(stage.segments[0].split("@")[0] for stage in plan.stages[1:])
 
 
 def fingerprint(captured: Captured) -> str:

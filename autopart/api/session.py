@@ -27,7 +27,6 @@ from autopart.ir.captured import Captured
 from autopart.ir.mesh import pieces
 from autopart.ir.plan import Plan
 from autopart.ir.program import Program
-from autopart.ir.segmented import Segmented
 from autopart.ir.state import Unit
 from autopart.passes.normalise import normalise
 from autopart.passes.schedule import FORWARDS_FIRST, check_deferred
@@ -259,10 +258,8 @@ class Session:
         pinned = asked.given_plan
         if captured.deferred:
             check_deferred(pinned.schedule if pinned is not None else asked.schedule)
-        known = self.plan or pinned
-        segmented = segment(captured, cuts=compiler.cuts(known) if known else compiler.named(asked.stages))
-        self.plan = self.plan or self._plan(segmented, sum(local or (call.batch,)))
-        plan = self.plan
+        plan = self.plan = self.plan or self._plan(captured, sum(local or (call.batch,)))
+        segmented = segment(captured, cuts=plan.cuts)
         if captured.deferred:
             plan = replace(plan, schedule=FORWARDS_FIRST)
         elif not captured.training:
@@ -276,13 +273,15 @@ class Session:
         count = self._microbatches(shares)
         return replace(self.plan, microbatches=count, batch=max(sum(shares), count * len(shares)))
 
-    def _plan(self, segmented: Segmented, batch: int) -> Plan:
+    def _plan(self, captured: Captured, batch: int) -> Plan:
         given, inputs = self.options.given_plan, self.options.inputs
         if given is None:
             pins = self.options.pins()
-            return compiler.solve(segmented, batch=batch, inputs=inputs, devices=self.size, **pins)
-        compiler.check_fingerprint(given, segmented.captured)
-        return given if given.inputs == inputs else compiler.predicted(segmented, replace(given, inputs=inputs))
+            return compiler.planned(captured, batch=batch, inputs=inputs, devices=self.size, **pins)
+        compiler.check_fingerprint(given, captured)
+        if given.inputs == inputs:
+            return given
+        return compiler.predicted(segment(captured, cuts=given.cuts), replace(given, inputs=inputs))
 
     # Parameters
 
