@@ -19,7 +19,7 @@ from autopart.ir.mesh import Mesh
 from autopart.ir.placement import Placement
 from autopart.ir.plan import Plan
 from autopart.ir.program import Program
-from autopart.runtime import guards, loading, optimizers
+from autopart.runtime import loading
 from autopart.runtime.construction import Construction
 from autopart.runtime.report import Report
 
@@ -48,11 +48,7 @@ class Parallel(torch.nn.Module):
         return self._call(args, kwargs or {}, target)[0]
 
     def _call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], target: Any) -> Any:
-        result = self._autopart.call(self, args, kwargs, target)
-        if self._autopart.residence is not None:
-            guards.watch(self._autopart.residence)
-            optimizers.watch(self._autopart.residence)
-        return result
+        return self._autopart.call(self, args, kwargs, target)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -62,12 +58,12 @@ class Parallel(torch.nn.Module):
         `.grad` lacks what waits: an optimizer's step, a norm or a scaler raises RuntimeError. ``zero_grad()`` drops it.
         Ranks keep whole gradients of their stages meanwhile, under every placement.
         """
-        session = self._autopart
-        before, session.waiting = session.waiting, True
+        delivery = self._autopart.delivery
+        before, delivery.waiting = delivery.waiting, True
         try:
             yield
         finally:
-            session.waiting = before
+            delivery.waiting = before
 
     @property
     def plan(self) -> Plan | None:
@@ -77,13 +73,14 @@ class Parallel(torch.nn.Module):
     @property
     def program(self) -> Program | None:
         """The training program, None before the first training call."""
-        return self._autopart.program
+        return self._autopart.programs.training
 
     def report(self) -> Report:
         """What the last step measured, beside what was predicted. Raises RuntimeError before the first call."""
-        if self._autopart.report is None:
+        report = self._autopart.delivery.report
+        if report is None:
             raise RuntimeError("report: nothing has run yet; call the model first")
-        return self._autopart.report
+        return report
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale the gradients so that their norm over the whole model is at most `max_norm`; return it as it was."""
@@ -253,8 +250,7 @@ def _class_of(plain: type[torch.nn.Module], options: Options) -> type[torch.nn.M
         else:
             construction = None
             plain.__init__(self, *args, **kwargs)
-        self._autopart = Session(plain, options, self)
-        self._autopart.construction = construction
+        self._autopart = Session(plain, options, self, construction)
 
     return _subclass(plain, {"__init__": __init__})
 
