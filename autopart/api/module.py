@@ -13,7 +13,8 @@ import torch
 
 from autopart.api.options import Options
 from autopart.api.plain import check_root_hooks
-from autopart.api.session import NO_TARGET, Session
+from autopart.api.session import Session
+from autopart.capture import NO_TARGET
 from autopart.cluster import Cluster
 from autopart.ir.mesh import Mesh
 from autopart.ir.placement import Placement
@@ -195,10 +196,10 @@ def parallelize(
     False for never. What the model puts into ``torch.utils.checkpoint`` is recomputed in any case. `semantics` is
     "exact" (the whole batch on one device; what couples its samples is refused) or "accumulate" (a BatchNorm, say, sees
     a microbatch of one data rank, as in gradient accumulation). ``outputs="all"`` gives every rank the outputs beside
-    the loss, whole; otherwise they are None where not made. `weights` is a safetensors file, or a folder of them, from
-    which parameters on meta are read, each rank its part, at the first call; without it a class whose constructor ran
-    under ``torch.device("meta")`` gets the initial values of a plain build with the same seed. `capture` is "compile"
-    (through torch.compile) or "direct".
+    the loss, whole (with inputs "local" those of its own samples); otherwise they are None where not made. `weights` is
+    a safetensors file, or a folder of them, from which parameters on meta are read, each rank its part, at the first
+    call; without it a class whose constructor ran under ``torch.device("meta")`` gets the initial values of a plain
+    build with the same seed. `capture` is "compile" (through torch.compile) or "direct".
 
     Raises TypeError or ValueError for bad arguments at once; CaptureError or PlanInfeasible at the first call.
     """

@@ -18,6 +18,7 @@ from autopart.api.plain import as_plain, check_hooks
 from autopart.api.programs import Asked, Programs
 from autopart.api.ranks import Ranks
 from autopart.api.step import run_step
+from autopart.capture import NO_TARGET
 from autopart.draws import Draws, following
 from autopart.ir.plan import Plan
 from autopart.ir.program import Program
@@ -28,8 +29,6 @@ from autopart.runtime.parts import Holder, Whole, agreed
 from autopart.runtime.residence import Residence
 from autopart.runtime.transport import Transport
 from autopart.runtime.weights import Files
-
-NO_TARGET = capturing.NO_TARGET
 
 
 class Session:

@@ -17,7 +17,7 @@ from autopart.runtime.transport import Transport
 
 
 class Spread(Enum):
-    """How a parameter lies on the ranks, as an end of "every parameter that ..."."""
+    """How a parameter lies on the ranks, in words that go before its name."""
 
     WHOLE = "every rank has"
     PARTS = "each rank has a part of"
