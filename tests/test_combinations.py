@@ -119,6 +119,49 @@ def test_norms_over_slices_without_a_loss(pins: dict[str, Any]) -> None:
     compare(loop, Outputs(net(), 2, 2), pins, 4 if pins is BOTH else 2)
 
 
+class Several(nn.Module):
+    """Outputs of every sort: of the samples, means over a slice, a sum, and what is equal on all slices."""
+
+    def __init__(self, norm: Callable[[int], nn.Module]) -> None:
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(4, 6), norm(6), nn.Linear(6, 3)
+        self.scale, self.shift = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        h = torch.tanh(self.norm(self.up(x)))
+        means = h.square().mean(), h.exp().mean(0)
+        return self.down(h) * self.scale, *means, h.sum(), self.down.weight.square().sum(), self.shift.clone()
+
+
+@pytest.mark.parametrize("norm", [nn.BatchNorm1d, nn.LayerNorm])  # with the latter, slices are the whole batch
+def test_gradients_of_outputs_that_are_not_split(norm: type[nn.Module]) -> None:
+    torch.manual_seed(4)
+    plain, (x, y) = Several(norm).double(), batch(0)
+    semantics = "accumulate" if norm is nn.BatchNorm1d else "exact"
+
+    def loss(out: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
+        return (out * y).sum().square() + sum((k + 1) * each.exp().sum() for k, each in enumerate(rest))
+
+    def body(rank: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        pins: dict[str, Any] = {**BOTH, "semantics": semantics, "capture": "direct"}
+        model, mine = autopart.parallelize(copy.deepcopy(plain), **pins), x.clone().requires_grad_()
+        made = loss(*model(mine))
+        made.backward()
+        return made.detach(), {**grads(model), "the input": mine.grad}
+
+    found = LocalWorld(4).run(body)
+    leaf = x.clone().requires_grad_()
+    pieces = [piece for part in torch.tensor_split(leaf, 2) for piece in torch.tensor_split(part, 2)]
+    columns = list(zip(*(plain(piece) for piece in pieces), strict=True))
+    share = [len(piece) / len(x) for piece in pieces]
+    means = [sum(a * b for a, b in zip(columns[k], share, strict=True)) for k in (1, 2)]
+    expected = loss(torch.cat(columns[0]), *means, sum(columns[3]), columns[4][0], columns[5][0])
+    expected.backward()
+    for value, gradients in found:
+        torch.testing.assert_close(value, expected.detach(), rtol=1e-12, atol=0)
+        assert_close(gradients, {**grads(plain), "the input": leaf.grad}, 1e-9, "gradient of")
+
+
 @pytest.mark.parametrize("early", [True, False])
 def test_averages_and_copies_of_a_model_with_updated_buffers(early: bool) -> None:
     from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
