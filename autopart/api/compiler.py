@@ -5,13 +5,16 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
 from typing import Any, Unpack
 
 import torch
 
 from autopart import capture as capturing
-from autopart.api.options import SEMANTICS
+from autopart.api.options import SEMANTICS, one_of
 from autopart.api.plain import check_hooks
+from autopart.capture import NO_TARGET
 from autopart.capture.call import Call
 from autopart.codegen.shapes import Bodies
 from autopart.ir.captured import Captured
@@ -38,8 +41,6 @@ from autopart.solver.choose import choose
 from autopart.solver.refine import reason, refine
 from autopart.solver.request import Pins
 
-NO_TARGET = capturing.NO_TARGET
-
 
 def captured_step(
     model: torch.nn.Module,
@@ -48,11 +49,10 @@ def captured_step(
     target: bool,
     route: str,
     semantics: str = "exact",
-    outputs: str | None = None,
 ) -> Captured:
     """capture and normalise."""
     made = capturing.capture(model, call, loss_fn=loss_fn, target=target, route=route)
-    return normalise(made, semantics=semantics, outputs=outputs)
+    return normalise(made, semantics=semantics)
 
 
 def solve(segmented: Segmented, *, batch: int | None = None, inputs: str = "global", **pins: Unpack[Pins]) -> Plan:
@@ -139,7 +139,7 @@ def compile(
     cannot be captured or split, ValueError for a plan of another model or one that cuts the batch too small,
     VerificationError for a faulty program.
     """
-    check_semantics(semantics)
+    one_of("semantics", semantics, SEMANTICS)
     check_hooks(model, "refuse")
     call = capturing.read(model, args, kwargs, batch=batch, target=target)
     captured = captured_step(model, call, loss_fn, target is not NO_TARGET, capture, semantics)
@@ -166,7 +166,7 @@ def plan(
     ``capture="direct"``). Raises PlanInfeasible, with what binds and what would lift it, where nothing fits; ValueError
     or TypeError for a bad argument.
     """
-    check_semantics(semantics)
+    one_of("semantics", semantics, SEMANTICS)
     check_hooks(model, "refuse")
     call = capturing.read(model, args, kwargs, batch=batch, target=target)
     captured = captured_step(model, call, loss_fn, target is not NO_TARGET, capture, semantics)
@@ -212,17 +212,8 @@ def check_cut(shares: Sequence[int], plan: Plan, least: int) -> None:
     )
 
 
-def check_semantics(semantics: str) -> None:
-    """Refuse what is not there."""
-    if semantics not in SEMANTICS:
-        raise ValueError(f"semantics: {semantics!r} is not known; one of {', '.join(SEMANTICS)}")
-
-
 def _check_patterns(placement: object, captured: Captured) -> None:
     """Refuse a placement pattern that matches no parameter."""
-    from difflib import get_close_matches
-    from fnmatch import fnmatchcase
-
     if not isinstance(placement, Mapping):
         return
     names = [item.target for item in captured.of_kind("parameter")]
