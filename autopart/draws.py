@@ -97,6 +97,8 @@ def _hashed(
 
     The piece is `outer` runs of consecutive elements of the whole tensor, the first of them at `start`.
     """
+    if out.is_meta:  # shapes alone
+        return
     *key, first, samples, whole = draw.tolist()
     shape = out.shape
     outer, run, start, stride = 1, out.numel(), 0, 0

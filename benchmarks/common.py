@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import os
 import platform
 import random
@@ -9,11 +11,12 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -41,6 +44,56 @@ def bootstrap(samples: Sequence[float], resamples: int = 2000) -> Interval:
     draw = random.Random(0)
     medians = sorted(statistics.median(draw.choices(samples, k=len(samples))) for _ in range(resamples))
     return Interval(statistics.median(samples), medians[int(0.025 * resamples)], medians[int(0.975 * resamples) - 1])
+
+
+class _Mallinfo(ctypes.Structure):
+    """glibc's ``struct mallinfo2``."""
+
+    _fields_: ClassVar = [
+        (name, ctypes.c_size_t)
+        for name in [
+            "arena",
+            "ordblks",
+            "smblks",
+            "hblks",
+            "hblkhd",
+            "usmblks",
+            "fsmblks",
+            "uordblks",
+            "fordblks",
+            "keepcost",
+        ]
+    ]
+
+
+def allocated() -> int:
+    """Bytes that this process has allocated now, over all threads, asked of the C library's allocator."""
+    library = ctypes.CDLL(None)
+    library.mallinfo2.restype = _Mallinfo
+    found = library.mallinfo2()
+    return int(found.uordblks + found.hblkhd)
+
+
+def held_and_peak(function: Callable[[], Any]) -> tuple[int, int]:
+    """Bytes that a call leaves allocated, and the most seen at once, above what was held before it.
+
+    The most is that of samples a millisecond apart. Other threads count: communication frees what it sent on its own.
+    """
+    gc.collect()
+    before, most, done = allocated(), 0, threading.Event()
+
+    def sample() -> None:
+        nonlocal most
+        while not done.wait(0.001):
+            most = max(most, allocated())
+
+    sampler = threading.Thread(target=sample, daemon=True)
+    sampler.start()
+    function()
+    done.set()
+    sampler.join()
+    gc.collect()
+    return allocated() - before, max(most, allocated()) - before
 
 
 def machine() -> str:

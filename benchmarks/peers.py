@@ -11,7 +11,6 @@ ratio's interval reaches down to x and its median is at most x + 0.03. Memory is
 from __future__ import annotations
 
 import argparse
-import gc
 import os
 import sys
 from collections.abc import Callable
@@ -20,7 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import ROOT, alternate, bootstrap, machine, ranks, ratios, report
+from common import ROOT, alternate, bootstrap, held_and_peak, machine, ranks, ratios, report
 
 sys.path.insert(0, str(ROOT / "examples"))
 
@@ -167,22 +166,6 @@ SIDES: dict[str, tuple[dict[str, Any], Callable[[int], Step]]] = {
 }
 
 
-def counted(function: Callable[[], Any]) -> tuple[int, int]:
-    """Bytes that a call leaves allocated, and the most that it holds at once, above what was held before it."""
-    from torch.profiler import ProfilerActivity, profile
-
-    gc.collect()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as run:
-        function()
-        gc.collect()
-    held = most = 0
-    for event in run.profiler.kineto_results.events():  # type: ignore[union-attr]
-        if event.name() == "[memory]":
-            held += event.nbytes()
-            most = max(most, held)
-    return held, most
-
-
 def measure(name: str, width: int, rounds: int) -> None:
     """A row on the processes of this world; rank 0 hands on what it found."""
     if ROWS[name].processes > 1:
@@ -200,9 +183,11 @@ def measure(name: str, width: int, rounds: int) -> None:
             made.append(make())
             made[0]()
 
-        held[side] = counted(first)[0]
+        held[side] = held_and_peak(first)[0]
         return made[0]
 
+    ours(64, pins)()  # what is loaded and cached once a process belongs to no side
+    peer(64)()
     sides["peer"] = start("peer", lambda: peer(width))
     sides["autopart"] = start("autopart", lambda: ours(width, pins))
     if name == "fsdp":
@@ -218,7 +203,7 @@ def measure(name: str, width: int, rounds: int) -> None:
         return timed
 
     found = alternate({side: together(step) for side, step in sides.items()}, rounds)
-    peak = {side: held[side] + counted(step)[1] for side, step in sides.items()}
+    peak = {side: held[side] + held_and_peak(step)[1] for side, step in sides.items()}
     report({"seconds": found, "losses": losses, "held": held, "peak": peak})
     if dist.is_initialized():
         dist.barrier()

@@ -27,18 +27,18 @@ def once(route: str) -> list[list[float]]:
     from gpt import GPT, Config
 
     import autopart
-    from autopart.api.session import Session
+    from autopart.api.programs import Programs
 
     found: list[list[float]] = []
-    compiling = Session._compile
+    compiling = Programs._compile
 
-    def timed(self: Session, *call: Any) -> Any:
+    def timed(self: Programs, *call: Any) -> Any:
         start = time.perf_counter(), time.process_time()
         made = compiling(self, *call)
         found.append([time.perf_counter() - start[0], time.process_time() - start[1]])
         return made
 
-    Session._compile = timed  # type: ignore[method-assign]
+    Programs._compile = timed  # type: ignore[method-assign]
     model = GPT(Config(layers=8, width=384, heads=6, context=128))
     model = autopart.parallelize(model, mesh={"pp": 2, "dp": 2}, placement="zero1", microbatches=4, capture=route)
     for length in (128, 96, 128):

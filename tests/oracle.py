@@ -18,7 +18,7 @@ def every_split(segments: int, stages: int) -> Iterator[tuple[int, ...]]:
 def stage_bytes(segments: Sequence[SegmentNumbers], preset: str, dp: int, ratio: float, flight: int) -> int:
     """Peak bytes of one stage under one preset: the four tables of ZeRO written out."""
     names: set[str] = set()
-    total, largest = 0, 0
+    total, wires = 0, [0, 0]
     for segment in segments:
         pieces = [(segment.parameter_bytes, segment.trainable_bytes)]
         for tied in segment.tied:
@@ -33,9 +33,9 @@ def stage_bytes(segments: Sequence[SegmentNumbers], preset: str, dp: int, ratio:
             total += sum(ceil(size / dp) if state in split else size for state, size in states.items())
         if dp > 1:
             gathered = segment.parameter_bytes if preset == "fsdp" else 0
-            largest = max(largest, gathered + (segment.trainable_bytes if preset in ("zero2", "fsdp") else 0))
+            wires.append(gathered + (segment.trainable_bytes if preset in ("zero2", "fsdp") else 0))
         total += flight * segment.saved_bytes
-    return total + largest
+    return total + sum(sorted(wires)[-2:])  # one is gathered or reduced while another is used
 
 
 def best_split(

@@ -232,7 +232,7 @@ def test_report_and_sources(tmp_path: Any) -> None:
     assert report.bytes_sent == report.predicted_bytes and len(report.ranks) == 4
     assert [entry[0] for entry in report.log] == ["0F0", "0F1", "0B0", "0B1"] and "rank" in str(report)
     folder = model.program.write(tmp_path / "program")
-    assert sorted(p.name for p in folder.iterdir()) == ["actions.json"] + ["plan.json"] + [
+    assert sorted(p.name for p in folder.iterdir()) == ["actions.json", "plan.json", "program.json"] + [
         f"rank{r}.py" for r in range(4)
     ]
     assert autopart.Plan.load(folder / "plan.json") == model.plan

@@ -12,7 +12,7 @@ from torch import nn
 import autopart
 from autopart import capture as capturing
 from autopart.capture import capture, capture_again, read
-from autopart.testing import LocalWorld
+from autopart.testing import LocalWorld, reference_random
 from tests.models import MODELS
 
 
@@ -40,6 +40,8 @@ class Lengths(nn.Module):
         length = ids.shape[1]
         h = self.embed(ids) / length + torch.arange(length)[:, None] * 0.1
         h = nn.functional.scaled_dot_product_attention(h, h, h, is_causal=True)
+        if self.kind == "dropout":
+            h = nn.functional.dropout(h, 0.3, self.training)
         if self.kind == "branch" and length > 6:
             h = torch.tanh(h)
         if self.kind == "number":  # at 9 it is the batch alone
@@ -55,10 +57,13 @@ def tokens(batch: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randint(0, 11, (batch, length)), torch.randint(0, 11, (batch, length))
 
 
-@pytest.mark.parametrize(("name", "route"), [("gpt", "direct"), ("llama", "direct"), ("lengths", "compile")])
+ONE_TRACE = [("gpt", "direct"), ("llama", "direct"), ("lengths plain", "compile"), ("lengths dropout", "direct")]
+
+
+@pytest.mark.parametrize(("name", "route"), ONE_TRACE)
 def test_one_trace_says_what_two_do(name: str, route: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if name == "lengths":
-        model, args, kwargs = Lengths().double(), tokens(3, 9), {}
+    if name.startswith("lengths"):
+        model, args, kwargs = Lengths(name.split()[1]).double(), tokens(3, 9), {}
     else:
         model, args, kwargs = MODELS[name]()
     _, pattern = capture_again(model, read(model, args, kwargs), (), route=route)
@@ -116,6 +121,17 @@ SEQUENCES = {
     "F037 short last batch": [(8, 6), (8, 6), (6, 6)],
     "F038 another length than compiled at": [(8, 8), (8, 5)],
 }
+
+
+def test_dropout_at_another_length() -> None:
+    plain, batches = Lengths("dropout").double(), [tokens(8, 8), tokens(8, 5)]
+    with reference_random():
+        expected = trained(copy.deepcopy(plain), batches)
+    parallel = autopart.parallelize(copy.deepcopy(plain), devices=2, mesh={"pp": 2}, microbatches=2, capture="direct")
+    for (loss, grads), (reference, wanted) in zip(trained(parallel, batches), expected, strict=True):
+        torch.testing.assert_close(loss, reference, rtol=1e-10, atol=0)
+        for name, grad in wanted.items():
+            torch.testing.assert_close(grads[name], grad, rtol=1e-9, atol=1e-13)
 
 
 @pytest.mark.parametrize("case", SEQUENCES)

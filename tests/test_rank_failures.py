@@ -105,7 +105,7 @@ def loop(*call: Any) -> str:
 def kill_inside_a_step(model: Any) -> None:
     """Have this process die at its second collective of the next step."""
     transport = model._autopart.transport
-    gather, calls = transport.all_gather, []
+    gather, calls = transport.begin_all_gather, []
 
     def dying(*args: Any) -> Any:
         calls.append(args)
@@ -113,7 +113,7 @@ def kill_inside_a_step(model: Any) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         return gather(*args)
 
-    transport.all_gather = dying
+    transport.begin_all_gather = dying
 
 
 def assert_ended(result: Result, culprit: int) -> None:

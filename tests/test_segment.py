@@ -136,6 +136,14 @@ def test_cuts_begin_segments() -> None:
     assert names(segmented("gpt", "blocks"))[1] == "blocks.0"
 
 
+def test_a_cut_within_a_layer_parts_it_there_only() -> None:
+    whole, made = segmented("gpt"), segmented("gpt", "blocks.3.norm2")
+    check_flow(made)
+    assert names(made) == [*names(whole)[:5], "blocks.3.norm2", *names(whole)[5:]]
+    later = made.segments[6]
+    assert made.bodies[later.body] == whole.bodies[whole.segments[5].body], "the next layer has the body it had"
+
+
 MODULES = {
     "mlp": ["layers.1", "layers.1.1", "layers.3.0", "out"],
     "half_frozen": ["encoder.1", "decoder", "decoder.1", "decoder.2"],

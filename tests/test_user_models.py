@@ -370,5 +370,5 @@ def test_a_last_batch_too_small_says_what_to_do() -> None:
     model(torch.ones(6, 6))
     with pytest.raises(ValueError, match=r"batch: 3 samples .* 4 pieces .*drop_last=True"):
         model(torch.ones(3, 6))
-    with pytest.raises(ValueError, match=r"batch: 1 samples .* dp=2 .*at least 2"):
+    with pytest.raises(ValueError, match=r"batch: 1 samples .* 4 pieces .*drop_last=True"):
         model(torch.ones(1, 6))

@@ -9,11 +9,9 @@ import torch
 from autopart.capture.call import Call
 from autopart.ir.captured import Captured
 from autopart.ir.program import Program
+from autopart.runtime.autograd import Pairs
 from autopart.runtime.deferred import Unchanged, agree, deferred
 from autopart.runtime.transport import Transport
-
-Gradients = Sequence[tuple[torch.Tensor, torch.Tensor]]
-"""(parameter or input, its gradient)."""
 
 
 def check_local(captured: Captured) -> None:
@@ -27,7 +25,7 @@ def check_local(captured: Captured) -> None:
         )
 
 
-def input_gradients(captured: Captured, call: Call, outputs: Mapping[str, torch.Tensor]) -> Gradients:
+def input_gradients(captured: Captured, call: Call, outputs: Mapping[str, torch.Tensor]) -> Pairs:
     """Each of the call's tensors that has a gradient, with it."""
     tensors = dict(call.tensors)
     return [(tensors[out.target], outputs[out.name]) for out in captured.outputs if out.kind == "input_grad"]
@@ -39,7 +37,7 @@ def deferred_outputs(
     call: Call,
     outputs: Mapping[str, torch.Tensor],
     transport: Transport | None,
-    rest: Callable[[Mapping[str, torch.Tensor]], Gradients],
+    rest: Callable[[Mapping[str, torch.Tensor]], Pairs],
 ) -> dict[str, torch.Tensor]:
     """The differentiable outputs by value name; `rest` goes from their gradients, whole and by tangent name, on."""
     captured = program.captured

@@ -5,13 +5,16 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
 from typing import Any, Unpack
 
 import torch
 
 from autopart import capture as capturing
-from autopart.api.options import SEMANTICS
+from autopart.api.options import SEMANTICS, one_of
 from autopart.api.plain import check_hooks
+from autopart.capture import NO_TARGET
 from autopart.capture.call import Call
 from autopart.codegen.shapes import Bodies
 from autopart.ir.captured import Captured
@@ -22,6 +25,7 @@ from autopart.ir.segmented import Segmented
 from autopart.ir.state import State
 from autopart.passes.costs import costs
 from autopart.passes.emit import emit
+from autopart.passes.inside import crossing, inside
 from autopart.passes.judge import check_sums
 from autopart.passes.normalise import normalise
 from autopart.passes.predict import with_memory, with_traffic
@@ -34,9 +38,8 @@ from autopart.passes.slices import least_samples
 from autopart.passes.split import split
 from autopart.passes.verify import verify
 from autopart.solver.choose import choose
+from autopart.solver.refine import reason, refine
 from autopart.solver.request import Pins
-
-NO_TARGET = capturing.NO_TARGET
 
 
 def captured_step(
@@ -46,11 +49,10 @@ def captured_step(
     target: bool,
     route: str,
     semantics: str = "exact",
-    outputs: str | None = None,
 ) -> Captured:
     """capture and normalise."""
     made = capturing.capture(model, call, loss_fn=loss_fn, target=target, route=route)
-    return normalise(made, semantics=semantics, outputs=outputs)
+    return normalise(made, semantics=semantics)
 
 
 def solve(segmented: Segmented, *, batch: int | None = None, inputs: str = "global", **pins: Unpack[Pins]) -> Plan:
@@ -60,11 +62,40 @@ def solve(segmented: Segmented, *, batch: int | None = None, inputs: str = "glob
     if captured.deferred:
         check_deferred(pins.get("schedule"))
         pins["schedule"] = FORWARDS_FIRST
+    chosen = _chosen(segmented, batch or captured.batch, pins)
+    return predicted(segmented, replace(with_regions(chosen, segmented), inputs=inputs))
+
+
+def planned(captured: Captured, *, batch: int | None = None, inputs: str = "global", **pins: Unpack[Pins]) -> Plan:
+    """segment and solve; where whole segments make uneven stages and no names are pinned, with finer cuts."""
+    wanted = named(pins.get("stages"))
+    whole = solve(segment(captured, cuts=wanted), batch=batch, inputs=inputs, **pins)
+    if wanted or len(whole.stages) == 1:
+        return whole
+    kept: Pins = {
+        **pins,
+        "mesh": whole.mesh,
+        "placement": dict(whole.placements),
+        "schedule": whole.schedule,
+        "microbatches": whole.microbatches,
+    }
+    most = crossing(captured, whole)
+    cuts = refine(
+        whole,
+        parts=lambda cuts, plan: inside(captured, cuts, plan, most=most),
+        choose=lambda cuts: _chosen(segment(captured, cuts=cuts), whole.batch, kept),
+    )
+    if not cuts:
+        return whole
+    finer = solve(segment(captured, cuts=cuts), batch=batch, inputs=inputs, **kept)
+    where_from = whole.notes[:3]  # mesh, placement and microbatches were chosen for the whole segments
+    return replace(finer, notes=(*where_from, *finer.notes[3:], reason(whole, finer)))
+
+
+def _chosen(segmented: Segmented, batch: int, pins: Pins) -> Plan:
     again = costs(recompute(segmented, [segment.name for segment in segmented.segments]))
     plain = costs(recompute(segmented))
-    size = batch or captured.batch
-    chosen = choose(plain, recomputed=again, batch=size, fingerprint=fingerprint(captured), **pins)
-    return predicted(segmented, replace(with_regions(chosen, segmented), inputs=inputs))
+    return choose(plain, recomputed=again, batch=batch, fingerprint=fingerprint(segmented.captured), **pins)
 
 
 def predicted(segmented: Segmented, plan: Plan) -> Plan:
@@ -108,12 +139,12 @@ def compile(
     cannot be captured or split, ValueError for a plan of another model or one that cuts the batch too small,
     VerificationError for a faulty program.
     """
-    check_semantics(semantics)
+    one_of("semantics", semantics, SEMANTICS)
     check_hooks(model, "refuse")
     call = capturing.read(model, args, kwargs, batch=batch, target=target)
     captured = captured_step(model, call, loss_fn, target is not NO_TARGET, capture, semantics)
     check_fingerprint(plan, captured)
-    return lower(segment(captured, cuts=cuts(plan)), plan)
+    return lower(segment(captured, cuts=plan.cuts), plan)
 
 
 def plan(
@@ -135,21 +166,16 @@ def plan(
     ``capture="direct"``). Raises PlanInfeasible, with what binds and what would lift it, where nothing fits; ValueError
     or TypeError for a bad argument.
     """
-    check_semantics(semantics)
+    one_of("semantics", semantics, SEMANTICS)
     check_hooks(model, "refuse")
     call = capturing.read(model, args, kwargs, batch=batch, target=target)
     captured = captured_step(model, call, loss_fn, target is not NO_TARGET, capture, semantics)
-    return solve(segment(captured, cuts=named(pins.get("stages"))), **pins)
+    return planned(captured, **pins)
 
 
 def named(stages: int | Sequence[str] | None) -> tuple[str, ...]:
     """The module names in a `stages` pin."""
     return () if stages is None or isinstance(stages, int | str) else tuple(stages)
-
-
-def cuts(plan: Plan) -> tuple[str, ...]:
-    """The module names at which a plan's stages begin, but for the first."""
-    return tuple(stage.segments[0].split("@")[0] for stage in plan.stages[1:])
 
 
 def fingerprint(captured: Captured) -> str:
@@ -186,17 +212,8 @@ def check_cut(shares: Sequence[int], plan: Plan, least: int) -> None:
     )
 
 
-def check_semantics(semantics: str) -> None:
-    """Refuse what is not there."""
-    if semantics not in SEMANTICS:
-        raise ValueError(f"semantics: {semantics!r} is not known; one of {', '.join(SEMANTICS)}")
-
-
 def _check_patterns(placement: object, captured: Captured) -> None:
     """Refuse a placement pattern that matches no parameter."""
-    from difflib import get_close_matches
-    from fnmatch import fnmatchcase
-
     if not isinstance(placement, Mapping):
         return
     names = [item.target for item in captured.of_kind("parameter")]

@@ -13,13 +13,14 @@ import torch
 
 from autopart.api.options import Options
 from autopart.api.plain import check_root_hooks
-from autopart.api.session import NO_TARGET, Session
+from autopart.api.session import Session
+from autopart.capture import NO_TARGET
 from autopart.cluster import Cluster
 from autopart.ir.mesh import Mesh
 from autopart.ir.placement import Placement
 from autopart.ir.plan import Plan
 from autopart.ir.program import Program
-from autopart.runtime import guards, loading, optimizers
+from autopart.runtime import loading
 from autopart.runtime.construction import Construction
 from autopart.runtime.report import Report
 
@@ -48,11 +49,7 @@ class Parallel(torch.nn.Module):
         return self._call(args, kwargs or {}, target)[0]
 
     def _call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], target: Any) -> Any:
-        result = self._autopart.call(self, args, kwargs, target)
-        if self._autopart.residence is not None:
-            guards.watch(self._autopart.residence)
-            optimizers.watch(self._autopart.residence)
-        return result
+        return self._autopart.call(self, args, kwargs, target)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -62,12 +59,12 @@ class Parallel(torch.nn.Module):
         `.grad` lacks what waits: an optimizer's step, a norm or a scaler raises RuntimeError. ``zero_grad()`` drops it.
         Ranks keep whole gradients of their stages meanwhile, under every placement.
         """
-        session = self._autopart
-        before, session.waiting = session.waiting, True
+        delivery = self._autopart.delivery
+        before, delivery.waiting = delivery.waiting, True
         try:
             yield
         finally:
-            session.waiting = before
+            delivery.waiting = before
 
     @property
     def plan(self) -> Plan | None:
@@ -77,13 +74,14 @@ class Parallel(torch.nn.Module):
     @property
     def program(self) -> Program | None:
         """The training program, None before the first training call."""
-        return self._autopart.program
+        return self._autopart.programs.training
 
     def report(self) -> Report:
         """What the last step measured, beside what was predicted. Raises RuntimeError before the first call."""
-        if self._autopart.report is None:
+        report = self._autopart.delivery.report
+        if report is None:
             raise RuntimeError("report: nothing has run yet; call the model first")
-        return self._autopart.report
+        return report
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale the gradients so that their norm over the whole model is at most `max_norm`; return it as it was."""
@@ -198,10 +196,10 @@ def parallelize(
     False for never. What the model puts into ``torch.utils.checkpoint`` is recomputed in any case. `semantics` is
     "exact" (the whole batch on one device; what couples its samples is refused) or "accumulate" (a BatchNorm, say, sees
     a microbatch of one data rank, as in gradient accumulation). ``outputs="all"`` gives every rank the outputs beside
-    the loss, whole; otherwise they are None where not made. `weights` is a safetensors file, or a folder of them, from
-    which parameters on meta are read, each rank its part, at the first call; without it a class whose constructor ran
-    under ``torch.device("meta")`` gets the initial values of a plain build with the same seed. `capture` is "compile"
-    (through torch.compile) or "direct".
+    the loss, whole (with inputs "local" those of its own samples); otherwise they are None where not made. `weights` is
+    a safetensors file, or a folder of them, from which parameters on meta are read, each rank its part, at the first
+    call; without it a class whose constructor ran under ``torch.device("meta")`` gets the initial values of a plain
+    build with the same seed. `capture` is "compile" (through torch.compile) or "direct".
 
     Raises TypeError or ValueError for bad arguments at once; CaptureError or PlanInfeasible at the first call.
     """
@@ -253,8 +251,7 @@ def _class_of(plain: type[torch.nn.Module], options: Options) -> type[torch.nn.M
         else:
             construction = None
             plain.__init__(self, *args, **kwargs)
-        self._autopart = Session(plain, options, self)
-        self._autopart.construction = construction
+        self._autopart = Session(plain, options, self, construction)
 
     return _subclass(plain, {"__init__": __init__})
 

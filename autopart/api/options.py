@@ -45,11 +45,11 @@ class Options:
     def __post_init__(self) -> None:
         _whole("devices", self.devices)
         _whole("microbatches", self.microbatches)
-        _one_of("semantics", self.semantics, SEMANTICS)
-        _one_of("inputs", self.inputs, INPUTS)
-        _one_of("capture", self.capture, ("compile", "direct"))
-        _one_of("hooks", self.hooks, ("refuse", "ignore"))
-        _one_of("outputs", self.outputs, (None, "all"))
+        one_of("semantics", self.semantics, SEMANTICS)
+        one_of("inputs", self.inputs, INPUTS)
+        one_of("capture", self.capture, ("compile", "direct"))
+        one_of("hooks", self.hooks, ("refuse", "ignore"))
+        one_of("outputs", self.outputs, (None, "all"))
         if self.loss_fn is not None and not callable(self.loss_fn):
             raise TypeError(f"loss_fn: expected a function of (output) or (output, target), not {self.loss_fn!r}")
         if self.weights is not None and not isinstance(self.weights, str | os.PathLike):
@@ -71,9 +71,9 @@ class Options:
         if self.mesh is not None and self.devices is not None and self.axes().size != self.devices:
             raise ValueError(f"mesh: {self.axes()} is {self.axes().size} devices, but devices={self.devices}")
         if isinstance(self.placement, str):
-            _one_of("placement", self.placement, PRESETS)
+            one_of("placement", self.placement, PRESETS)
         if self.schedule is not None:
-            _one_of("schedule", self.schedule, tuple(family.name for family in names()))
+            one_of("schedule", self.schedule, tuple(family.name for family in names()))
         if isinstance(self.stages, str | bool):
             raise TypeError(f"stages: expected a count or module names where a stage begins, not {self.stages!r}")
         if isinstance(self.recompute, str):
@@ -163,6 +163,7 @@ def _whole(name: str, value: object) -> None:
         raise ValueError(f"{name}: must be at least 1, not {value}")
 
 
-def _one_of(name: str, value: object, known: Sequence[str | None]) -> None:
+def one_of(name: str, value: object, known: Sequence[str | None]) -> None:
+    """Raise ValueError for the argument `name` unless its value is known."""
     if value not in known:
         raise ValueError(f"{name}: {value!r} is not known; one of {', '.join(map(str, known))}")

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from autopart.api.module import Parallel
+from autopart.draws import Draws
 from autopart.runtime import checkpoint, optimizers
 from autopart.runtime.checkpoint import MODEL, Checkpoint
 from autopart.runtime.materialise import on_meta
@@ -31,8 +33,8 @@ def save(
     """
     parallel = _parallel(model)
     session = parallel._autopart
-    session.join()
-    holder, transport = session.holder(parallel), session.transport
+    ranks = session.join()
+    holder, transport = session.holder(parallel), ranks.transport
 
     def check() -> None:
         if on_meta(model) or session.at_placement:
@@ -43,11 +45,12 @@ def save(
 
     agreed(transport, check)
     plan = session.plan
-    about = {"ranks": session.size, "mesh": str(plan.mesh) if plan else "", "model": plan.fingerprint if plan else ""}
+    about = {"ranks": ranks.size, "mesh": str(plan.mesh) if plan else "", "model": plan.fingerprint if plan else ""}
     local = {name: value for name, value in parallel.local_state_dict().items() if name not in holder.tied}
     parts = list(_model_parts(holder, local, first=transport is None or transport.rank == 0))
     rest: dict[str, Any] = {
         "more": gathered(transport, more),
+        "draws": asdict(session.draws) if session.draws is not None else None,
         "extra": {name: value for name, value in local.items() if not isinstance(value, torch.Tensor)},
     }
     if optimizer is not None:
@@ -73,8 +76,8 @@ def load(
     """
     parallel = _parallel(model)
     session = parallel._autopart
-    session.join()
-    holder, transport = session.holder(parallel), session.transport
+    ranks = session.join()
+    holder, transport = session.holder(parallel), ranks.transport
 
     def opened() -> Checkpoint:
         found = checkpoint.read(Path(folder))
@@ -86,6 +89,8 @@ def load(
     found = agreed(transport, opened)
     with torch.no_grad():
         _fill(found, parallel, holder)
+    draws = found.rest.get("draws")  # random numbers go on from there, if torch's seed is the same
+    session.draws = Draws(**draws) if draws is not None else None
     if on_meta(model):
         session.files = found.files
     if optimizer is not None:
@@ -115,8 +120,8 @@ def _parallel(model: torch.nn.Module) -> Parallel:
 
 def _model_parts(holder: Holder, local: Mapping[str, Any], *, first: bool) -> Iterator[tuple[str, Slot]]:
     """What this rank saves of parameters and buffers."""
-    for name in dict.fromkeys(holder.tied.values()):
-        if holder.saves(name):
+    for name in holder.named():
+        if holder.counts(name):
             yield MODEL + name, holder.rows(name)
     for name, value in local.items():
         if first and isinstance(value, torch.Tensor):
@@ -130,7 +135,7 @@ def _aliases(holder: Holder, name: str) -> list[str]:
 def _check(found: Checkpoint, model: Parallel, holder: Holder) -> None:
     """Refuse a checkpoint of another model."""
     local = {n: t for n, t in model.local_state_dict().items() if n not in holder.tied and isinstance(t, torch.Tensor)}
-    shapes = {name: holder.rows(name).shape for name in dict.fromkeys(holder.tied.values())}
+    shapes = {name: holder.rows(name).shape for name in holder.named()}
     shapes |= {name: tuple(tensor.shape) for name, tensor in local.items()}
     where = found.files.folder.parent
     if unexpected := sorted(set(found.files.names()) - set(local) - set(holder.tied)):
@@ -158,7 +163,7 @@ def _fill(found: Checkpoint, model: Parallel, holder: Holder) -> None:
 
 def _names(optimizer: torch.optim.Optimizer, holder: Holder) -> dict[int, str]:
     """The names of an optimizer's parameters, by identity. Raises ValueError for one that is not the module's."""
-    names = holder.first_names()
+    names = {id(parameter): name for name, parameter in holder.named().items()}
     for number, parameter in enumerate(optimizers.parameters_of(optimizer)):
         if id(parameter) not in names:
             raise ValueError(
@@ -185,7 +190,7 @@ def _optimizer_parts(
     for name, state in held.items():
         rows = holder.rows(name)
         for key in like & set(state):
-            if holder.saves(name):
+            if holder.counts(name):
                 yield f"optimizer/{key}/{name}", Slot(name, rows.shape, rows.start, rows.stop, state[key])
 
 
@@ -196,7 +201,7 @@ def _values(
     mine = {
         name: {key: value for key, value in state.items() if key not in like}
         for name, state in held.items()
-        if holder.saves(name)
+        if holder.counts(name)
     }
     every: dict[str, dict[str, Any]] = {}
     for found in reversed(gathered(transport, mine)):

@@ -35,6 +35,11 @@ class Call:
         """(path, tensor) of the tensor leaves."""
         return tuple((p, x) for p, x in zip(self.paths, self.leaves, strict=True) if isinstance(x, torch.Tensor))
 
+    @property
+    def device(self) -> torch.device:
+        """Where the first tensor is."""
+        return self.tensors[0][1].device
+
     def resized(self, batch: int) -> Call:
         """The same call with `batch` samples, repeating samples; every tensor is a fresh leaf, with grad as before."""
         leaves = tuple(

@@ -103,6 +103,11 @@ class Plan:
         if self.prediction.sent and len(self.prediction.sent) != self.mesh.size:
             raise ValueError(f"plan: bytes sent must be given for all {self.mesh.size} ranks or for none")
 
+    @property
+    def cuts(self) -> tuple[str, ...]:
+        """The module names at which stages begin, but for the first; the model segmented with them has the stages."""
+        return tuple(stage.segments[0].split("@")[0] for stage in self.stages[1:])
+
     def stage_of(self, segment: str) -> int:
         """The stage that holds a segment; ValueError for an unknown name."""
         for number, stage in enumerate(self.stages):

@@ -32,6 +32,8 @@ def with_everywhere(captured: Captured, outputs: str | None) -> Captured:
 
 def with_own_input_gradients(captured: Captured) -> Captured:
     """Name the gradient of an input after it; copy one that no node of the backward makes, or that is needed twice."""
+    if all(out.kind != "input_grad" for out in captured.outputs):
+        return captured
     made = {name for node in captured.nodes if node.backward for name in node.names()}
     uses = Counter(out.name for out in captured.outputs)
     values = {value.name: value for value in captured.values()}
@@ -58,10 +60,13 @@ def _copied(value: Value, name: str, reader: Node) -> Node:
 
 def check_detached(captured: Captured) -> None:
     """Raise CaptureError where a value is returned twice, with and without its gradient: the program has it once."""
+    if not captured.deferred:
+        return
     with_gradient = {item.target for item in captured.of_kind("tangent")}
-    for out in captured.outputs:
-        twins = [o.target for o in captured.outputs if o.kind == "output" and o.name == out.name]
-        if captured.deferred and len({target in with_gradient for target in twins}) > 1:
+    returned = [out for out in captured.outputs if out.kind == "output"]
+    for out in returned:
+        twins = [other.target for other in returned if other.name == out.name]
+        if len({target in with_gradient for target in twins}) > 1:
             raise CaptureError(
                 f"forward returns the same values with and without their gradient (items {' and '.join(twins)} of the "
                 "flat result); return them once, and detach them outside"

@@ -26,13 +26,17 @@ WORDS = 6
 
 def with_draws(captured: Captured) -> Captured:
     """Name the draws. Raises CaptureError for a draw in the backward, and for random operators that are no draws."""
+    drawing = {op for op in {node.op for node in captured.nodes} if torch.Tag.nondeterministic_seeded in op.tags}
+    if not drawing:
+        return captured
     seen: Counter[str] = Counter()
     taken = {value.name for value in captured.values()}
     inputs: list[Input] = []
     nodes = []
     first = dict(captured.modules)
     for node in captured.nodes:
-        _refuse(node)
+        if node.op in drawing:
+            _refuse(node)
         if unnamed(node):
             path = first.get(node.module, node.module)
             target = f"{path}#{seen[path]}"
@@ -53,7 +57,7 @@ def _named(node: Node, name: str) -> Node:
 
 
 def _refuse(node: Node) -> None:
-    if torch.Tag.nondeterministic_seeded not in node.op.tags or _without_dropout(node):
+    if _without_dropout(node):
         return
     if not unnamed(node):
         raise CaptureError(

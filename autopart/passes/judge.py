@@ -70,6 +70,7 @@ def _judge(inputs: Sequence[Input], nodes: Sequence[Node], outputs: Sequence[Out
         except NeededWhole as needed:
             start = next(i for i, node in enumerate(nodes) if needed.names.intersection(node.names()))
             scan.lift(needed.names, nodes, start)
+    scan.place_unread()
     return Judgement(
         {name: fact.place for name, fact in scan.facts.items()},
         tuple(scan.shares),
@@ -190,6 +191,11 @@ class _Scan:
             known = (value.shape, value.dtype, self.facts[name])
             self._kinds[name] = self._numbers.setdefault(known, len(self._numbers))
         return self._kinds[name]
+
+    def place_unread(self) -> None:
+        """Place the tangents that no node reads: each is a gradient as it is."""
+        unread = {name: self._tangent(entry) for name, entry in self.tangents.items() if name not in self.facts}
+        self.facts.update(unread)
 
     def _tangent(self, entry: Input) -> Fact:
         dims, of = batch_dims(entry.value), self.outputs.get(entry.target)

@@ -187,7 +187,8 @@ def _with_whole_batch(captured: Captured, judgement: Judgement) -> Captured:
     made = {name: node for node in nodes for name in node.names()}
     for index in judgement.output_shares:
         out = outputs[index]
-        like = made[out.name] if out.name in made else nodes[-1]
+        backward = out.kind in ("grad", "input_grad")
+        like = made.get(out.name) or next(node for node in reversed(nodes) if node.backward is backward)
         name = f"{out.name}_share"
         scaled = _scaled(values[out.name], name if name not in made else f"{name}{len(nodes)}", like)
         nodes.append(scaled)

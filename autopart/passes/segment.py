@@ -30,42 +30,63 @@ LARGEST = 1 / 8
 def segment(captured: Captured, *, cuts: Sequence[str] = ()) -> Segmented:
     """Cut the graph; `cuts` are module names at which a segment must begin.
 
+    A cut within a module that would be a segment parts it there and nowhere else: what comes before keeps the module's
+    name, what begins with the cut has the cut's (``h.4``, ``h.4.mlp``).
+
     Raises ValueError if a name in `cuts` is no module that computes anything.
     """
-    forward = [node for node in captured.nodes if not node.backward]
-    labels = _with_parameters(_labels(forward, tuple(cuts)), forward, captured)
-    names, number = _runs(labels, tuple(cuts))
-    _check_cuts(cuts, names)
+    forward, names, number = numbered(captured, tuple(cuts))
     home = {name: number[i] for i, node in enumerate(forward) for name in node.names()}
     home |= _backward_homes(captured, forward, number)
     nodes, sums = regroup(captured.nodes, [out.name for out in captured.outputs], home)
     return build(replace(captured, nodes=nodes), names, home | sums)
 
 
-def _check_cuts(cuts: Sequence[str], names: list[str]) -> None:
-    known = {name.split("@")[0] for name in names}
-    around = sorted({".".join(name.split(".")[:i]) for name in known for i in range(1, name.count(".") + 2)})
+def numbered(captured: Captured, cuts: tuple[str, ...]) -> tuple[list[Node], list[str], list[int]]:
+    """The forward nodes, the names of the segments that `segment` makes, and each node's segment number."""
+    forward = [node for node in captured.nodes if not node.backward]
+    labels = _with_parameters(_labels(forward), forward, captured)
+    names, number = _runs(_parted(labels, forward, cuts), cuts)
+    _check_cuts(cuts, names, forward)
+    return forward, names, number
+
+
+def _check_cuts(cuts: Sequence[str], names: list[str], forward: list[Node]) -> None:
+    paths = dict.fromkeys([*(name.split("@")[0] for name in names), *(node.module for node in forward)])
+    known = sorted({outer for path in paths for outer in around(path)[1:]})
     for cut in cuts:
-        if cut not in around:
-            close = get_close_matches(cut, around, n=3)
+        if cut not in known:
+            close = get_close_matches(cut, known, n=3)
             hint = f"did you mean {' or '.join(map(repr, close))}? " if close else ""
             raise ValueError(
                 f"stages: no part of the model that computes is called {cut!r}; {hint}a stage can begin at "
-                f"{', '.join(names[1:])}"
+                f"{', '.join(names[1:])}, or at a module within one"
             )
 
 
-def _labels(forward: list[Node], cuts: tuple[str, ...]) -> list[str | None]:
+def _parted(labels: list[str | None], forward: list[Node], cuts: tuple[str, ...]) -> list[str | None]:
+    """The labels, but that of a module in `cuts` (the innermost) from where its use begins within a labelled one."""
+    parted: list[str | None] = []
+    for i, (label, node) in enumerate(zip(labels, forward, strict=True)):
+        goes_on = i > 0 and label is not None and label == labels[i - 1]
+        before = around(forward[i - 1].module) if goes_on else []
+        entered = [path for path in around(node.module) if path not in before]
+        begins = [path for path in entered if path in cuts and label is not None and path.startswith(label + ".")]
+        parted.append(begins[-1] if begins else parted[-1] if goes_on else label)
+    return parted
+
+
+def _labels(forward: list[Node]) -> list[str | None]:
     """The segment label of each forward node: a module path, None for nodes of a module that is itself cut up."""
     weight: Counter[str] = Counter()
     modules = Counter(node.module for node in forward)
     for module, count in modules.items():
-        weight.update(dict.fromkeys(_around(module), count))
+        weight.update(dict.fromkeys(around(module), count))
     total = max(weight[""], 1)
     stacks = _stacks(weight, modules)
 
     def divided(path: str) -> bool:
-        if path == "" or any(cut.startswith(path + ".") for cut in cuts):
+        if path == "":
             return True
         whole = path.rsplit(".", 1)[-1].isdigit() and path not in stacks
         return weight[path] / total > (1 / 2 if whole else LARGEST)
@@ -94,7 +115,7 @@ def _with_parameters(labels: list[str | None], forward: list[Node], captured: Ca
     return found
 
 
-def _around(path: str) -> list[str]:
+def around(path: str) -> list[str]:
     """The modules around and including a path, outermost first: the root, ``h``, ``h.0``."""
     parts = path.split(".") if path else []
     return [".".join(parts[:i]) for i in range(len(parts) + 1)]
@@ -104,7 +125,7 @@ def _stacks(modules: Iterable[str], nodes: Counter[str]) -> set[str]:
     """The modules that are little else than layers: numbered submodules with parts, alike in their parts."""
     parts: dict[str, set[str]] = {module: set() for module in modules}
     for module in parts:
-        for outer in _around(module)[1:-1]:
+        for outer in around(module)[1:-1]:
             parts[outer].add(module.removeprefix(outer))
     kinds = Counter((path.rpartition(".")[0], frozenset(below)) for path, below in parts.items())
     layers = {
@@ -115,10 +136,10 @@ def _stacks(modules: Iterable[str], nodes: Counter[str]) -> set[str]:
     held: Counter[str] = Counter()
     total: Counter[str] = Counter()
     for module, count in nodes.items():
-        around = _around(module)
-        innermost = max((i for i, path in enumerate(around) if path in layers), default=0)
-        held.update({path: count for path in around[:innermost]})
-        total.update({path: count for path in around})
+        paths = around(module)
+        innermost = max((i for i, path in enumerate(paths) if path in layers), default=0)
+        held.update({path: count for path in paths[:innermost]})
+        total.update({path: count for path in paths})
     return {path for path in held if held[path] > total[path] * 3 / 4}
 
 
@@ -145,9 +166,8 @@ def _runs(labels: list[str | None], cuts: tuple[str, ...]) -> tuple[list[str], l
             else:
                 waiting.append((key, count))
             continue
-        opens = (
-            not pieces or _numbered(key) or _numbered(last) or any(key == c or key.startswith(c + ".") for c in cuts)
-        )
+        entered = any(cut in around(key) and cut not in around(last or "") for cut in cuts)
+        opens = not pieces or _numbered(key) or _numbered(last) or entered
         opens = opens or sum(size for _, size in pieces[-1]) + count > largest
         if pieces and key == last and not waiting:
             pieces[-1].append((key, count))

@@ -24,9 +24,10 @@ def simplify(nodes: Iterable[Node], inputs: Iterable[Value]) -> tuple[tuple[Node
     alias: dict[str, str] = {}
 
     nodes = tuple(nodes)
+    joined = {name for node in nodes if node.opname == CAT for name in node.names()}
     readers: defaultdict[str, set[str]] = defaultdict(set)
-    for node in nodes:
-        for name in node.refs():
+    for node in nodes if joined else ():
+        for name in joined.intersection(node.refs()):
             readers[name].add(node.opname)
 
     kept = []

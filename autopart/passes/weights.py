@@ -10,6 +10,9 @@ The graph needs nothing but the weight of each slice's loss, its share of the wh
   whole batch, so a slice without valid targets contributes zero;
 * any other has the slice's share of the samples, ``b / B``, on the loss and on the gradient that its backward starts
   from. A term with a count then takes that share of the whole batch's count, so it keeps the weight of its targets.
+
+In a step without a loss every output is weighted so, on its own: the slices' mean, and what is equal on all slices,
+hand each slice its share of their gradient.
 """
 
 from __future__ import annotations
@@ -36,8 +39,16 @@ def judge_slices(inputs: Sequence[Input], nodes: Sequence[Node], outputs: Sequen
     weights = _Weights(inputs, nodes, outputs)
     by_samples, counted = weights.checked()
     values, facts = weights.values, weights.facts
-    tangents = {item.value.name for item in inputs if item.kind == "tangent" and item.target == "loss"}
-    taking = (tangents | counted) if by_samples else frozenset[str]()
+    averaged = {
+        index for index, out in enumerate(outputs) if out.kind == "output" and _averaged(out, values, facts, counted)
+    }
+    weighted = {outputs[index].target for index in averaged}  # a slice's share of these is that of its samples
+    weighted |= {out.target for out in outputs if out.kind == "output" and isinstance(facts[out.name].place, Replicate)}
+    weighted |= {"loss"} if by_samples else set()
+    taking = {item.value.name for item in inputs if item.kind == "tangent" and item.target in weighted}
+    bare = {index for index, out in enumerate(outputs) if out.kind in ("grad", "input_grad") and out.name in taking}
+    lossy = {index for index, out in enumerate(outputs) if out.kind == "loss" and by_samples}
+    taking |= counted if by_samples else set()
     places = {name: fact.place for name, fact in facts.items()} | dict.fromkeys(counted, Replicate())
     whole = {item.target for item in inputs if not batch_dims(item.value)}  # what all slices share has one gradient
     summed = [o for o in outputs if o.kind in ("loss", "grad") or (o.kind == "input_grad" and o.target in whole)]
@@ -45,11 +56,7 @@ def judge_slices(inputs: Sequence[Input], nodes: Sequence[Node], outputs: Sequen
     return Judgement(
         placements=places,
         shares=tuple(site for site in _reads(nodes) if _name(nodes, site) in taking),
-        output_shares=tuple(
-            index
-            for index, out in enumerate(outputs)
-            if (out.kind == "loss" and by_samples) or (out.kind == "output" and _averaged(out, values, facts, counted))
-        ),
+        output_shares=tuple(sorted(averaged | bare | lossy)),
         whole=(),
         prologue=tuple(name for node in nodes for name in node.names() if name in counted),
     )

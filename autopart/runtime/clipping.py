@@ -9,7 +9,8 @@ from typing import Any, cast
 import torch
 
 from autopart.runtime import unreduced
-from autopart.runtime.holders import Holder, holders_of
+from autopart.runtime.holders import holders_of
+from autopart.runtime.residence import Residence
 
 
 def clip(
@@ -47,7 +48,7 @@ def total_norm(original: Any, tensors: Any, norm_type: float = 2.0, *rest: Any, 
 
 
 def _total(
-    pairs: Sequence[tuple[torch.Tensor, tuple[Holder, str] | None]], like: Sequence[torch.Tensor], norm_type: float
+    pairs: Sequence[tuple[torch.Tensor, tuple[Residence, str] | None]], like: Sequence[torch.Tensor], norm_type: float
 ) -> torch.Tensor:
     """The norm of all tensors over the whole world, the same on every rank; plain tensors are whole on every rank."""
     order = float(norm_type)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from autopart.ir.plan import Plan
 from autopart.ir.program import Program
 from autopart.runtime.batch import Batch
 from autopart.runtime.report import RankReport
-from autopart.runtime.states import States
+from autopart.runtime.states import Gradients, States
 from autopart.runtime.transport import Transport
 from autopart.runtime.world import World
 
@@ -48,48 +48,73 @@ class StepResult:
     """
 
     outputs: Mapping[str, torch.Tensor]
-    gradients: Mapping[str, list[torch.Tensor | None]]
+    gradients: Gradients
     report: RankReport
     world: World
-    rest: Callable[[Transport, Mapping[str, torch.Tensor]], StepResult] | None = None
+    rest: Rest | None = None
 
 
-def run(
-    loaded: Loaded,
-    transport: Transport,
-    states: States,
-    buffers: Mapping[str, torch.Tensor],
-    inputs: Mapping[str, torch.Tensor],
-    shares: Sequence[int],
-    draws: Draws,
-    *,
-    hold: bool = False,
-) -> StepResult:
-    """One step on this rank. `shares` are the samples of each data rank; `inputs` holds them (by path in the call).
+Rest = Callable[[Transport, Mapping[str, torch.Tensor]], StepResult]
 
-    Its random numbers are those of `draws`. With `hold`, gradients stay as this rank made them: their reductions wait
-    in the result's world.
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """What a step is given, alike on every rank of this process.
+
+    `inputs` are by path in the call, `buffers` (and constants) by name; `shares` are the samples of each data rank. Its
+    random numbers are those of `draws`. With `hold`, gradients stay as a rank made them: their reductions wait in the
+    result's world.
     """
-    program, plan = loaded.program, loaded.program.plan
-    part = plan.mesh.coordinate(loaded.rank).get("dp", 0)
-    dims = dict(program.captured.batch_dims)
-    namespace, local = loaded.namespace, plan.inputs == "local"
-    batch = Batch(inputs, dims, shares, part, namespace["MICROBATCHES"], draws, local=local)
-    world = World(transport, plan.mesh, namespace["PLACE"], states, buffers, batch, hold=hold)
+
+    inputs: Mapping[str, torch.Tensor]
+    buffers: Mapping[str, torch.Tensor]
+    shares: tuple[int, ...]
+    draws: Draws
+    hold: bool = False
+
+
+def run(loaded: Loaded, transport: Transport, states: States, given: Given) -> StepResult:
+    """One step on this rank; without a loss, up to where it has its outputs."""
+    world = _world(loaded, transport, states, given)
     sent: Counter[str] = Counter()
-    outputs = _counted(world, sent, lambda: namespace["step"](world, batch))
+
+    def result(outputs: Any, rest: Rest | None = None) -> StepResult:
+        made = {} if rest is not None else states.gradients
+        return StepResult(outputs, made, _report(loaded.program.plan, loaded.rank, sent, world), world, rest)
+
+    outputs = _counted(world, sent, lambda: loaded.namespace["step"](world, world.batch))
     if not inspect.isgenerator(outputs):
-        return StepResult(outputs, states.gradients, _report(plan, loaded.rank, sent, world), world)
+        return result(outputs)
     waiting = outputs
 
     def rest(transport: Transport, tangents: Mapping[str, torch.Tensor]) -> StepResult:
         world.transport = transport
         world.memory.given(tangents.values())
-        outputs = _counted(world, sent, lambda: _last(waiting, tangents))
-        return StepResult(outputs, states.gradients, _report(plan, loaded.rank, sent, world), world)
+        return result(_counted(world, sent, lambda: _last(waiting, tangents)))
 
-    outputs = _counted(world, sent, lambda: next(waiting))
-    return StepResult(outputs, {}, _report(plan, loaded.rank, sent, world), world, rest)
+    return result(_counted(world, sent, lambda: next(waiting)), rest)
+
+
+def release(world: World, transport: Transport) -> Mapping[str, int]:
+    """Perform the reductions that a step's world has held, on what its gradients are now; the bytes sent."""
+    world.transport = transport
+    sent: Counter[str] = Counter()
+    _counted(world, sent, world.release)
+    return sent
+
+
+def _world(loaded: Loaded, transport: Transport, states: States, given: Given) -> World:
+    program, plan, namespace = loaded.program, loaded.program.plan, loaded.namespace
+    batch = Batch(
+        given.inputs,
+        dict(program.captured.batch_dims),
+        given.shares,
+        plan.mesh.coordinate(loaded.rank).get("dp", 0),
+        namespace["MICROBATCHES"],
+        given.draws,
+        local=plan.inputs == "local",
+    )
+    return World(transport, plan.mesh, namespace["PLACE"], states, given.buffers, batch, hold=given.hold)
 
 
 def _last(waiting: Any, tangents: Mapping[str, torch.Tensor]) -> Any:

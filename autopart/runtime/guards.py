@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from autopart import _torch
-from autopart.runtime import clipping, holders, scaling, unreduced
-from autopart.runtime.holders import Holder
+from autopart.runtime import clipping, holders, optimizers, scaling, unreduced
+from autopart.runtime.residence import Residence, Spread
 
 ELEMENTWISE = (
     *(torch.optim.Adadelta, torch.optim.Adagrad, torch.optim.Adam, torch.optim.Adamax, torch.optim.AdamW),
@@ -24,7 +25,7 @@ TENSORWISE = frozenset({"Adafactor", "Muon", "SparseAdam", "LAMB", "Lamb", "LARS
 SCOPES = ("element", "tensor", "model")
 
 
-def watch(holder: Holder | None = None) -> None:
+def watch(holder: Residence | None = None) -> None:
     """See every norm, loss scaler and optimizer step of this process, on behalf of a model whose parameters are parts.
 
     An optimizer step that would be wrong raises ValueError before it changes anything. Without `holder`, for a model
@@ -33,7 +34,7 @@ def watch(holder: Holder | None = None) -> None:
     if holder is not None:
         holders.register(holder)
     if _torch.intercept_loops(clip=clipping.clip, norm=clipping.total_norm, unscale=scaling.unscale):
-        register_optimizer_step_pre_hook(_check)
+        register_optimizer_step_pre_hook(_before_step)
 
 
 def scope(optimizer: torch.optim.Optimizer) -> str:
@@ -55,41 +56,35 @@ def scope(optimizer: torch.optim.Optimizer) -> str:
     return "tensor" if TENSORWISE & {base.__name__ for base in kind.__mro__} else "model"
 
 
-def _check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    parameters = optimizers.parameters_of(optimizer)
     unreduced.check(parameters, f"{type(optimizer).__name__}.step")
     looks_at = scope(optimizer)
-    missing = {key: found for holder in holders.every() for key, found in holder.not_whole().items()}
-    if looks_at == "element":
-        _cut_state(optimizer, [parameter for parameter in parameters if id(parameter) in missing])
-        return
-    for parameter in parameters:
-        name, is_cut = missing.get(id(parameter), ("", False))
-        if name and (is_cut or looks_at == "model"):
-            raise ValueError(_refusal(optimizer, looks_at, name, is_cut))
-    for parameter in parameters:
-        if id(parameter) in missing and parameter.numel() == 0:
-            parameter.grad = None  # not this rank's: there is nothing to look at
+    if looks_at != "element":
+        _check_whole(optimizer, looks_at, parameters)
+    optimizers.settle(optimizer)
 
 
-def _cut_state(optimizer: torch.optim.Optimizer, parameters: list[torch.Tensor]) -> None:
-    """State that was made (or loaded) when the parameters were whole becomes this rank's part."""
-    with_state = [parameter for parameter in parameters if parameter in optimizer.state]
-    for parameter, held in zip(with_state, holders.holders_of(with_state), strict=True):
-        state = optimizer.state[parameter]
-        for key, value in state.items():
-            if held is not None and isinstance(value, torch.Tensor) and value.ndim and value.shape != parameter.shape:
-                state[key] = held[0].part_of(held[1], value)
+def _check_whole(optimizer: torch.optim.Optimizer, looks_at: str, parameters: Sequence[torch.Tensor]) -> None:
+    """Refuse parts to an optimizer that looks at whole tensors; hide parameters that are not this rank's from it."""
+    held = [(p, found) for p, found in zip(parameters, holders.holders_of(parameters), strict=True) if found]
+    spread = [(parameter, name, residence.spread(name)) for parameter, (residence, name) in held]
+    for _, name, how in spread:
+        if how is Spread.PARTS or (how is Spread.SOMEWHERE and looks_at == "model"):
+            raise ValueError(_refusal(optimizer, looks_at, name, how))
+    for parameter, _, how in spread:
+        if how is Spread.SOMEWHERE and parameter.numel() == 0:
+            parameter.grad = None  # there is nothing to look at
 
 
-def _refusal(optimizer: torch.optim.Optimizer, looks_at: str, name: str, is_cut: bool) -> str:
+def _refusal(optimizer: torch.optim.Optimizer, looks_at: str, name: str, how: Spread) -> str:
     kind = type(optimizer).__name__
     known = kind == "LBFGS" or looks_at == "tensor" or hasattr(optimizer, "autopart_scope")
-    needs = "needs whole tensors" if looks_at == "tensor" else "needs every tensor whole on every rank"
-    what = "each rank has a part of" if is_cut else "not every rank has"
+    whole = "needs whole tensors" if looks_at == "tensor" else "needs every tensor whole on every rank"
     way = "placement='ddp' on a dp axis alone" if looks_at == "model" else "placement='ddp'"
+    needs = whole if known else f"may look at more than single elements, and so {whole}"
     return (
-        f"optimizer: {kind} {needs if known else f'may look at more than single elements, and so {needs}'}, but {what} "
-        f"{name}; use {way}, or an elementwise optimizer such as AdamW or SGD"
+        f"optimizer: {kind} {needs}, but {how.value} {name}; use {way}, or an elementwise optimizer such as AdamW "
+        "or SGD"
         + ("" if known else f" (if {kind} treats every element alone, say so: {kind}.autopart_scope = 'element')")
     )

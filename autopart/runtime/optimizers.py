@@ -12,8 +12,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.optim.optimizer import Optimizer
 
+from autopart.runtime import holders
 from autopart.runtime.parts import Holder, gathered
 from autopart.runtime.residence import Residence
 from autopart.runtime.transport import Transport
@@ -21,17 +22,9 @@ from autopart.runtime.transport import Transport
 State = Mapping[str, Mapping[str, Any]]
 """What an optimizer keeps, by parameter name and then by key."""
 
-# Optimizers belong to the process, and so do the hooks on them: the modules whose parameters are parts, and for each
-# optimizer the state object that is known to be parts, of how many modules, and whether its state dict is whole.
-_WATCHED: weakref.WeakSet[Residence] = weakref.WeakSet()
+# Optimizers belong to the process, and so do the hooks on them: for each, the state object that is known to be parts,
+# how many models there were then, and whether its state dict is whole.
 _KNOWN: weakref.WeakKeyDictionary[Optimizer, tuple[Any, int, bool]] = weakref.WeakKeyDictionary()
-
-
-def watch(residence: Residence) -> None:
-    """Keep the optimizers over a module's parameters in step with its parts, from their next step on."""
-    if not _WATCHED:
-        register_optimizer_step_pre_hook(_before_step)
-    _WATCHED.add(residence)
 
 
 def parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
@@ -67,13 +60,9 @@ def packed_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 
 def settle(optimizer: Optimizer) -> None:
-    """Make state that was loaded whole this rank's parts."""
-    _before_step(optimizer, (), {})
-
-
-def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Make state that was loaded, or made, whole this rank's parts; from now on its ``state_dict()`` is whole."""
     known = _KNOWN.get(optimizer)
-    if known is not None and known[0] is optimizer.state and known[1] == len(_WATCHED):
+    if known is not None and known[0] is optimizer.state and known[1] == holders.count():
         return
     hooked = known is not None and known[2]
     for residence, named in _homes(optimizer):
@@ -81,20 +70,17 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if not hooked:
             optimizer.register_state_dict_post_hook(_whole)
             hooked = True
-    _KNOWN[optimizer] = optimizer.state, len(_WATCHED), hooked
+    _KNOWN[optimizer] = optimizer.state, holders.count(), hooked
 
 
 def _homes(optimizer: Optimizer) -> Iterator[tuple[Residence, dict[str, tuple[int, torch.Tensor]]]]:
-    """The watched modules that an optimizer's parameters are of, each with {name: (index, parameter)}, in its order."""
-    names: dict[int, tuple[Residence, str]] = {}
-    for residence in list(_WATCHED):
-        names |= {key: (residence, name) for key, name in residence.first_names().items()}
-    found: dict[int, tuple[Residence, dict[str, tuple[int, torch.Tensor]]]] = {}
-    for index, parameter in enumerate(parameters_of(optimizer)):
-        if id(parameter) in names:
-            residence, name = names[id(parameter)]
-            found.setdefault(id(residence), (residence, {}))[1][name] = index, parameter
-    return iter(found.values())
+    """The models that an optimizer's parameters are of, each with {name: (index, parameter)}, in its order."""
+    parameters = parameters_of(optimizer)
+    found: dict[Residence, dict[str, tuple[int, torch.Tensor]]] = {}
+    for index, (parameter, held) in enumerate(zip(parameters, holders.holders_of(parameters), strict=True)):
+        if held is not None:
+            found.setdefault(held[0], {})[held[1]] = index, parameter
+    return iter(found.items())
 
 
 def _cut(optimizer: Optimizer, residence: Residence, named: Mapping[str, tuple[int, torch.Tensor]]) -> None:
@@ -128,7 +114,7 @@ def _brought_together(residence: Residence, held: State) -> dict[str, dict[str, 
     others = {
         name: {key: _on_cpu(value) for key, value in state.items() if key not in like}
         for name, state in held.items()
-        if residence.saves(name)
+        if residence.counts(name)
     }
     every: dict[str, dict[str, Any]] = {}
     for found in reversed(residence.transport.all_gather_object(others, residence.everyone)):

@@ -45,24 +45,24 @@ class Slot:
 
 
 class Holder(Protocol):
-    """What a rank holds of a module's parameters. `tied` maps every name of a parameter to its first one."""
+    """What a rank holds of a module's parameters, each by its first name. `tied` maps every name to the first one."""
 
     tied: dict[str, str]
 
+    def named(self) -> dict[str, torch.nn.Parameter]:
+        """The user's Parameters."""
+
     def rows(self, name: str) -> Slot:
-        """The rows that the user's Parameter has here, by its first name."""
+        """The rows that the user's Parameter has here."""
 
     def slots(self) -> list[Slot]:
         """Where values of parameters belong on this rank: whole ones where it keeps them, parts elsewhere."""
 
-    def first_names(self) -> dict[int, str]:
-        """The first names of the user's Parameters, by identity."""
-
     def here(self, name: str) -> bool:
         """Whether this rank uses a parameter, though it may hold no rows of it."""
 
-    def saves(self, name: str) -> bool:
-        """Whether this rank is the one whose rows stand for them in a checkpoint."""
+    def counts(self, name: str) -> bool:
+        """Whether this rank is the one whose rows stand for themselves in the world: in a checkpoint, in a norm."""
 
 
 class Whole:
@@ -70,26 +70,26 @@ class Whole:
 
     def __init__(self, model: torch.nn.Module, transport: Transport | None) -> None:
         self.tied = dict(Names.of(model).tied)
-        self._parameters = dict(model.named_parameters(remove_duplicate=False))
+        self._named = {self.tied[name]: p for name, p in model.named_parameters(remove_duplicate=False)}
         self._first = transport is None or transport.rank == 0
+
+    def named(self) -> dict[str, torch.nn.Parameter]:
+        """The module's own."""
+        return self._named
 
     def rows(self, name: str) -> Slot:
         """All rows."""
-        return Slot.whole(name, self._parameters[name].data)
+        return Slot.whole(name, self._named[name].data)
 
     def slots(self) -> list[Slot]:
         """Every parameter, once."""
-        return [self.rows(name) for name in dict.fromkeys(self.tied.values())]
-
-    def first_names(self) -> dict[int, str]:
-        """The first names of the Parameters, by identity."""
-        return {id(parameter): self.tied[name] for name, parameter in self._parameters.items()}
+        return [self.rows(name) for name in self._named]
 
     def here(self, name: str) -> bool:
         """Every parameter is."""
         return True
 
-    def saves(self, name: str) -> bool:
+    def counts(self, name: str) -> bool:
         """Whether this is rank 0."""
         return self._first
 

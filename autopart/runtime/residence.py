@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from enum import Enum
 from typing import Any
 
 import torch
 
 from autopart.ir.mesh import Mesh
 from autopart.ir.state import Parameter, State, Unit
-from autopart.runtime.holders import keys
 from autopart.runtime.parts import Slot
-from autopart.runtime.states import States, cut
+from autopart.runtime.states import States, cut, owners
 from autopart.runtime.transport import Transport
+
+
+class Spread(Enum):
+    """How a parameter lies on the ranks, in words that go before its name."""
+
+    WHOLE = "every rank has"
+    PARTS = "each rank has a part of"
+    SOMEWHERE = "not every rank has"
 
 
 class Residence:
@@ -40,15 +48,14 @@ class Residence:
         for buffer in model.buffers():
             if not buffer.is_meta:
                 buffer.data = self._from_first(buffer.data)
-        for name in dict.fromkeys(self.tied.values()):
-            mine = self.parameters[name]
+        for name, mine in self.named().items():
             if not mine.is_meta:
                 mine.data = self._from_first(mine.data)
             elif name not in self._homes:
                 become(mine, torch.empty_like(mine, device=transport.device))
         for unit in state.units:
             for parameter in unit.parameters:
-                (self._allocate if self.parameters[parameter.target].is_meta else self._cut)(unit, parameter)
+                self._place(unit, parameter)
 
     def _groups(self) -> list[tuple[int, ...]]:
         """Every group that programs over this state use, in one order on every rank."""
@@ -65,41 +72,37 @@ class Residence:
         self.transport.broadcast(tensor, 0, self.everyone)
         return tensor
 
-    def _cut(self, unit: Unit, parameter: Parameter) -> None:
+    def _place(self, unit: Unit, parameter: Parameter) -> None:
+        """Make the user's Parameter what this rank has of it; remember the whole where it is kept."""
         mine = self.parameters[parameter.target]
-        whole = mine.data
-        if self.column not in unit.stages:
-            mine.data = whole.new_empty((0, *parameter.shape[1:]))
-        elif unit.gathered(self.degree):
-            mine.data = cut(unit, parameter, whole, self.part, self.degree).clone()
+        made = self._held(unit, parameter, mine)
+        mine.grad = None
+        if mine.is_meta:
+            become(mine, made)
         else:
-            self.whole[parameter.target] = whole
-            mine.data = cut(unit, parameter, whole, self.part, self.degree)
-        if mine.grad is not None:
-            mine.grad = None
+            mine.data = made
 
-    def _allocate(self, unit: Unit, parameter: Parameter) -> None:
-        """Give a parameter on meta the memory of what this rank holds of it."""
-        mine = self.parameters[parameter.target]
+    def _held(self, unit: Unit, parameter: Parameter, mine: torch.Tensor) -> torch.Tensor:
+        """What this rank has of a parameter: values of `mine`, or memory for them where that is on meta."""
 
         def empty(shape: tuple[int, ...]) -> torch.Tensor:
             return torch.empty(shape, dtype=mine.dtype, device=self.transport.device)
 
         if self.column not in unit.stages:
-            made = empty((0, *parameter.shape[1:]))
-        elif unit.gathered(self.degree):
-            made = empty(parameter.part_shape(self.part, self.degree))
-        else:
-            whole = self.whole[parameter.target] = empty(parameter.shape)
-            made = cut(unit, parameter, whole, self.part, self.degree)
-        become(mine, made)
+            return empty((0, *parameter.shape[1:]))
+        if unit.gathered(self.degree):
+            if mine.is_meta:
+                return empty(parameter.part_shape(self.part, self.degree))
+            return cut(unit, parameter, mine.data, self.part, self.degree).clone()
+        whole = self.whole[parameter.target] = empty(parameter.shape) if mine.is_meta else mine.data
+        return cut(unit, parameter, whole, self.part, self.degree)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Residence:
         """That of a copy of the module, whose parameters `memo` knows."""
         made = copy.copy(self)
         made.parameters = {name: copy.deepcopy(parameter, memo) for name, parameter in self.parameters.items()}
         made.whole = {name: tensor.clone() for name, tensor in self.whole.items()}
-        for name, (unit, parameter) in self.homes().items():
+        for name, (unit, parameter) in self._homes.items():
             if name in made.whole:
                 made.parameters[name].data = cut(unit, parameter, made.whole[name], self.part, self.degree)
         return made
@@ -129,55 +132,15 @@ class Residence:
         parts = {name: parameter.data for name, parameter in self.parameters.items()}
         return States(self.state, self.mesh, self.transport.rank, parts, self.whole)
 
-    # What the guards of a loop ask (`runtime.holders.Holder`)
+    # What is here of each parameter (`runtime.parts.Holder`)
 
-    def names(self) -> dict[Any, str]:
-        """The parameter that a tensor is, or is the gradient of, by each of the tensor's keys."""
-        found = {key: name for name, parameter in self.parameters.items() for key in keys(parameter)}
-        for name, parameter in self.parameters.items():
-            if parameter.grad is not None:
-                found |= dict.fromkeys(keys(parameter.grad), name)
-        return found
-
-    def counts(self, name: str) -> bool:
-        """Whether this rank counts what it has of a parameter for the world: a part, or a whole on its first owner."""
-        home = self.homes().get(self.tied.get(name, name))
-        return self.transport.rank in (self.owners(home[0]) if home is not None else [0])
-
-    def not_whole(self) -> dict[int, tuple[str, bool]]:
-        """(name, whether it is cut) of every parameter that some rank does not hold whole, by identity."""
-        columns = set(range(self.mesh.degree("pp")))
-        return {
-            id(self.parameters[target]): (target, unit.held_in_parts(self.degree))
-            for target, (unit, _) in self.homes().items()
-            if not columns <= set(unit.stages) or unit.held_in_parts(self.degree)
-        }
-
-    def part_of(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """This rank's part of a whole tensor that goes with a parameter; any other tensor as it is."""
-        home = self.homes().get(self.tied.get(name, name))
-        if home is None or tuple(tensor.shape) != home[1].shape:
-            return tensor
-        unit, parameter = home
-        if self.column not in unit.stages:
-            return tensor.new_empty((0, *parameter.shape[1:]))
-        return cut(unit, parameter, tensor, self.part, self.degree).clone()
-
-    def sum_over_world(self, number: torch.Tensor, *, largest: bool = False) -> torch.Tensor:
-        """The sum (or the largest) of a number over all ranks."""
-        every = self.transport.all_gather_object(float(number), self.everyone)
-        total = max(every, key=lambda x: (x != x, x)) if largest else sum(every)
-        return torch.tensor(total, dtype=torch.float64, device=self.transport.device)
-
-    def homes(self) -> dict[str, tuple[Unit, Parameter]]:
-        """The unit of every parameter that is in one."""
-        return self._homes
-
-    # What fills and saves parameters asks (`runtime.parts.Holder`)
+    def named(self) -> dict[str, torch.nn.Parameter]:
+        """The user's Parameters by their first names."""
+        return {name: self.parameters[name] for name in dict.fromkeys(self.tied.values())}
 
     def rows(self, name: str) -> Slot:
-        """The rows that the user's Parameter has here, by its first name."""
-        found = self.homes().get(name)
+        """The rows that the user's Parameter has here."""
+        found = self._homes.get(name)
         data = self.parameters[name].data
         if found is None:
             return Slot.whole(name, data)
@@ -189,25 +152,38 @@ class Residence:
 
     def slots(self) -> list[Slot]:
         """Where values of parameters belong on this rank: whole ones where it keeps them, parts elsewhere."""
-        parts = [self.rows(name) for name in dict.fromkeys(self.tied.values())]
+        parts = [self.rows(name) for name in self.named()]
         return [
             Slot.whole(p.name, self.whole[p.name]) if p.name in self.whole else p
             for p in parts
             if p.stop > p.start or p.name in self.whole
         ]
 
-    def first_names(self) -> dict[int, str]:
-        """The first names of the user's Parameters, by identity."""
-        return {id(parameter): self.tied.get(name, name) for name, parameter in self.parameters.items()}
-
     def here(self, name: str) -> bool:
         """Whether this rank's stage uses a parameter (its part may have no rows)."""
         return name not in self._homes or self.column in self._homes[name][0].stages
 
-    def saves(self, name: str) -> bool:
-        """Whether this rank is the one whose rows stand for them in a checkpoint."""
-        found = self.homes().get(name)
-        return self.transport.rank in ([0] if found is None else self.owners(found[0]))
+    def counts(self, name: str) -> bool:
+        """Whether this rank is the one whose rows stand for themselves: a part, or a whole on its first owner."""
+        found = self._homes.get(name)
+        return self.transport.rank in ([0] if found is None else owners(found[0], self.mesh))
+
+    def spread(self, name: str) -> Spread:
+        """How a parameter lies on the ranks of the world."""
+        if name not in self._homes:
+            return Spread.WHOLE
+        unit = self._homes[name][0]
+        if unit.held_in_parts(self.degree):
+            return Spread.PARTS
+        return Spread.WHOLE if set(range(self.mesh.degree("pp"))) <= set(unit.stages) else Spread.SOMEWHERE
+
+    # What is known together (collective)
+
+    def sum_over_world(self, number: torch.Tensor, *, largest: bool = False) -> torch.Tensor:
+        """The sum (or the largest) of a number over all ranks."""
+        every = self.transport.all_gather_object(float(number), self.everyone)
+        total = max(every, key=lambda x: (x != x, x)) if largest else sum(every)
+        return torch.tensor(total, dtype=torch.float64, device=self.transport.device)
 
     def gather(self, held: Mapping[str, torch.Tensor | None]) -> dict[str, torch.Tensor]:
         """Whole CPU tensors out of what every rank holds of each parameter (values or gradients); collective.
@@ -216,21 +192,20 @@ class Residence:
         """
         mine = {name: tensor.dtype for name, tensor in held.items() if tensor is not None}
         known = self.transport.all_gather_object(mine, self.everyone)
-        homes = self.homes()
         result: dict[str, torch.Tensor] = {}
-        for target in dict.fromkeys(self.tied.values()):
-            if target not in homes:
+        for target in self.named():
+            if target not in self._homes:
                 tensor = held.get(target)
                 if tensor is not None:
                     result[target] = tensor.detach().cpu().clone()
                 continue
-            unit, parameter = homes[target]
-            owners = self.owners(unit)
-            if target not in known[owners[0]]:
+            unit, parameter = self._homes[target]
+            ranks = owners(unit, self.mesh)
+            if target not in known[ranks[0]]:
                 continue
-            dtype = known[owners[0]][target]
+            dtype = known[ranks[0]][target]
             pieces = [
-                self._piece(unit, parameter, held.get(target), dtype, part, owner) for part, owner in enumerate(owners)
+                self._piece(unit, parameter, held.get(target), dtype, part, owner) for part, owner in enumerate(ranks)
             ]
             result[target] = torch.cat(pieces).view(parameter.shape).cpu()
         return result
@@ -256,11 +231,6 @@ class Residence:
             self.transport.broadcast(flat, owner, self.everyone)
         return flat
 
-    def owners(self, unit: Unit) -> list[int]:
-        """The ranks whose parts make up a unit, in order: those of its first stage, one if the unit is not cut."""
-        parts = self.degree if unit.held_in_parts(self.degree) else 1
-        return [self.mesh.rank({"pp": unit.stages[0], "dp": part}) for part in range(parts)]
-
     def load(self, whole: Mapping[str, torch.Tensor]) -> None:
         """Write whole tensors, by parameter name, into what this rank holds of them."""
         for slot in self.slots():
@@ -271,7 +241,7 @@ class Residence:
         """The module with parameters of whole shapes on meta, for tracing and for trying things out: no memory."""
         memo: dict[int, object] = {}
         for name, mine in self.parameters.items():
-            found = self.homes().get(self.tied.get(name, name))
+            found = self._homes.get(self.tied.get(name, name))
             if found is not None and id(mine) not in memo:
                 empty = torch.empty(found[1].shape, dtype=mine.dtype, device="meta")
                 memo[id(mine)] = torch.nn.Parameter(empty, requires_grad=mine.requires_grad)

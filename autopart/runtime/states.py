@@ -13,6 +13,7 @@ import torch
 
 from autopart.ir.mesh import Mesh
 from autopart.ir.state import Parameter, State, Unit
+from autopart.runtime.flat import flat, unflat
 
 Gradients = Mapping[str, Sequence[torch.Tensor | None]]
 """Gradients by unit, in the order of the unit's parameters; None where there is none."""
@@ -50,8 +51,7 @@ class States:
 
     def packed(self, unit: Unit) -> torch.Tensor:
         """This rank's parts of a unit, flat and padded."""
-        flat = [self.parts[parameter.target].reshape(-1) for parameter in unit.parameters]
-        return _padded(torch.cat(flat), unit.padded(self.degree))
+        return flat((self.parts[p.target] for p in unit.parameters), unit.padded(self.degree))
 
     def unpacked(self, unit: Unit, gathered: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Whole parameters out of every data rank's packed parts."""
@@ -59,12 +59,9 @@ class States:
         if all(p.shape and p.shape[0] % self.degree == 0 for p in unit.parameters):
             columns = torch.split(rows, [p.numel // self.degree for p in unit.parameters], dim=1)
             return tuple(c.reshape(p.shape) for c, p in zip(columns, unit.parameters, strict=True))
-        pieces: list[list[torch.Tensor]] = [[] for _ in unit.parameters]
-        for part, row in enumerate(rows):
-            sizes = [torch.Size(p.part_shape(part, self.degree)).numel() for p in unit.parameters]
-            for found, piece in zip(pieces, torch.split(row[: sum(sizes)], sizes), strict=True):
-                found.append(piece)
-        return tuple(torch.cat(found).view(p.shape) for found, p in zip(pieces, unit.parameters, strict=True))
+        every = [unflat(row, self._part_shapes(unit, part)) for part, row in enumerate(rows)]
+        pieces = zip(*every, strict=True)
+        return tuple(flat(found).view(p.shape) for found, p in zip(pieces, unit.parameters, strict=True))
 
     def refill(self, unit: Unit, gathered: torch.Tensor) -> None:
         """Write every data rank's packed parts into the whole parameters that this rank keeps."""
@@ -73,27 +70,20 @@ class States:
 
     def scattered(self, unit: Unit, grads: Sequence[torch.Tensor | None]) -> torch.Tensor:
         """Whole gradients in wire layout: every data rank's packed part, one after the other."""
+        device = self.parts[unit.parameters[0].target].device
         tensors = [
-            torch.zeros(p.shape, dtype=p.dtype, device=self._device(unit)) if g is None else g
-            for g, p in zip(grads, unit.parameters, strict=True)
+            (p, torch.zeros(p.shape, dtype=p.dtype, device=device) if g is None else g)
+            for p, g in zip(unit.parameters, grads, strict=True)
         ]
-        length = unit.padded(self.degree)
-        rows = [
-            _padded(
-                torch.cat(
-                    [cut(unit, p, g, r, self.degree).reshape(-1) for g, p in zip(tensors, unit.parameters, strict=True)]
-                ),
-                length,
-            )
-            for r in range(self.degree)
-        ]
-        return torch.cat(rows)
+        length, parts = unit.padded(self.degree), range(self.degree)
+        return torch.cat([flat((cut(unit, p, t, r, self.degree) for p, t in tensors), length) for r in parts])
 
-    def gathered_part(self, unit: Unit, flat: torch.Tensor) -> list[torch.Tensor]:
+    def gathered_part(self, unit: Unit, joined: torch.Tensor) -> list[torch.Tensor]:
         """This rank's gradient parts out of its reduced piece."""
-        shapes = [p.part_shape(self.part, self.degree) for p in unit.parameters]
-        sizes = [torch.Size(shape).numel() for shape in shapes]
-        return [piece.view(shape) for piece, shape in zip(torch.split(flat[: sum(sizes)], sizes), shapes, strict=True)]
+        return unflat(joined, self._part_shapes(unit, self.part))
+
+    def _part_shapes(self, unit: Unit, part: int) -> list[tuple[int, ...]]:
+        return [parameter.part_shape(part, self.degree) for parameter in unit.parameters]
 
     def add(self, unit: str, grads: Sequence[torch.Tensor | None]) -> None:
         """Add to the step's gradients of a unit.
@@ -117,6 +107,11 @@ class States:
         self._sums.pop(unit.name, None)
         return self.gradients.pop(unit.name, [None] * len(unit.parameters))
 
+    def take_filled(self, unit: Unit) -> list[torch.Tensor]:
+        """Likewise, with zeros for gradients that there are none of."""
+        parts = [self.parts[parameter.target] for parameter in unit.parameters]
+        return [torch.zeros_like(p) if g is None else g for p, g in zip(parts, self.take(unit), strict=True)]
+
     def scale(self, factor: torch.Tensor) -> None:
         """Multiply the accumulated gradients by a number; the products are new tensors."""
         for unit, grads in self.gradients.items():
@@ -130,9 +125,6 @@ class States:
                 if parameter.target == target and unit.name in self.gradients:
                     self.gradients[unit.name][position] = None
                     self._sums[unit.name].discard(position)
-
-    def _device(self, unit: Unit) -> torch.device:
-        return self.parts[unit.parameters[0].target].device
 
     def resident_bytes(self) -> dict[str, int]:
         """Bytes of parameters (whole ones where they are kept, else parts) and gradients held now."""
@@ -152,14 +144,16 @@ def held(state: State, mesh: Mesh, rank: int) -> Iterator[Unit]:
     return (unit for unit in state.units if column in unit.stages)
 
 
+def owners(unit: Unit, mesh: Mesh) -> list[int]:
+    """The ranks whose parts make up a unit, in order: those of its first stage, one if the unit is not cut."""
+    degree = mesh.degree("dp")
+    parts = degree if unit.held_in_parts(degree) else 1
+    return [mesh.rank({"pp": unit.stages[0], "dp": part}) for part in range(parts)]
+
+
 def cut(unit: Unit, parameter: Parameter, tensor: torch.Tensor, part: int, parts: int) -> torch.Tensor:
     """The part of a whole tensor that data rank `part` of `parts` holds, as a view; all if the unit is not cut."""
     if not unit.held_in_parts(parts):
         return tensor
     start, stop = parameter.rows(part, parts)
     return tensor[start:stop] if parameter.shape else tensor if stop > start else tensor.reshape(1)[:0]
-
-
-def _padded(flat: torch.Tensor, length: int) -> torch.Tensor:
-    missing = length - flat.numel()
-    return torch.nn.functional.pad(flat, (0, missing)) if missing else flat

@@ -13,6 +13,8 @@ import torch
 from autopart.errors import AutopartError, RankFailure
 from autopart.ir.mesh import Mesh
 from autopart.runtime.batch import Batch
+from autopart.runtime.buffers import Buffers
+from autopart.runtime.flat import flat, unflat
 from autopart.runtime.measure import Log, Memory, Store
 from autopart.runtime.states import States
 from autopart.runtime.transport import Pending, Transport
@@ -45,8 +47,7 @@ class World:
         """With `hold`, reductions are noted in `held` rather than performed, until `release`."""
         self.held: list[Held] | None = [] if hold else None
         self.transport, self.mesh, self.place = transport, mesh, tuple(place)
-        self.states, self.buffers, self.batch = states, buffers, batch
-        self.updated: dict[str, torch.Tensor] = {}
+        self.states, self.buffers, self.batch = states, Buffers(buffers), batch
         self.memory = Memory(states, (*buffers.values(), *batch.given()))
         self.log = Log()
         self.here = mesh.coordinate(transport.rank)
@@ -124,19 +125,10 @@ class World:
         group = self._stage_group(stages) if stages else self._group(axis)
         if len(group) == 1:
             return
-        found = self.states.units[unit]
-        grads = self.states.take(found)
-        shapes = [(self.states.parts[p.target], g) for p, g in zip(found.parameters, grads, strict=True)]
-        tensors = [torch.zeros_like(part) if g is None else g for part, g in shapes]
-        flat = torch.cat([t.reshape(-1) for t in tensors])
-        sizes, forms = [t.numel() for t in tensors], [t.shape for t in tensors]
-        begun = self.transport.begin_all_reduce(flat, group)
-
-        def finish() -> None:
-            pieces = torch.split(begun.wait(), sizes)
-            self.states.add(unit, [piece.view(form) for piece, form in zip(pieces, forms, strict=True)])
-
-        self._begin(flat, finish)
+        tensors = self.states.take_filled(self.states.units[unit])
+        whole, shapes = flat(tensors), [tensor.shape for tensor in tensors]
+        begun = self.transport.begin_all_reduce(whole, group)
+        self._begin(whole, lambda: self.states.add(unit, unflat(begun.wait(), shapes)))
 
     def wait(self) -> None:
         """Until every reduction that was begun is done, and its result among the gradients."""
@@ -159,24 +151,17 @@ class World:
         if reduction not in self.held:
             self.held.append(reduction)
 
-    def release(self, transport: Transport) -> dict[str, int]:
-        """Perform the reductions that were held, in the text's order, on what is accumulated now; the bytes sent."""
-        self.transport = transport
-        before, held, self.held = transport.bytes_sent(), self.held or [], None
-        try:
-            with torch.no_grad():
-                for reduction in held:
-                    if reduction.stages:  # of the parts that the reductions before it make
-                        self.wait()
-                    if reduction.scatter:
-                        self.reduce_scatter(reduction.unit, axis=reduction.axis)
-                    else:
-                        self.all_reduce(reduction.unit, axis=reduction.axis, stages=reduction.stages)
+    def release(self) -> None:
+        """Perform the reductions that were held, in the text's order, on what is accumulated now."""
+        held, self.held = self.held or [], None
+        for reduction in held:
+            if reduction.stages:  # of the parts that the reductions before it make
                 self.wait()
-        except BaseException as error:
-            transport.fail(error)
-            raise
-        return {kind: count - before.get(kind, 0) for kind, count in transport.bytes_sent().items()}
+            if reduction.scatter:
+                self.reduce_scatter(reduction.unit, axis=reduction.axis)
+            else:
+                self.all_reduce(reduction.unit, axis=reduction.axis, stages=reduction.stages)
+        self.wait()
 
     def summed(self, value: torch.Tensor, *, axis: str) -> torch.Tensor:
         """The sum over an axis of what each rank computed from its own samples, on every rank of it."""
@@ -184,49 +169,27 @@ class World:
         self.transport.all_reduce(whole, self._group(axis))
         return whole
 
+    # Buffers
+
     def buffer(self, name: str) -> torch.Tensor:
         """A buffer or constant by name: the last update of this step, else as it was before the step."""
-        return self.updated[name] if name in self.updated else self.buffers[name]
+        return self.buffers[name]
 
     def update_buffer(self, name: str, value: torch.Tensor) -> None:
         """Give a buffer a new value for the forwards that come after; the caller's own tensor stays as it is."""
-        self.updated[name] = value
+        self.buffers.updated[name] = value
 
     def average_buffers(self, *names: str, axis: str) -> None:
         """Average updated buffers over an axis."""
-        group = self._group(axis)
-        for together in self._by_dtype(names):
-            flat = self._packed(together)
-            self.transport.all_reduce(flat, group)
-            self._unpack(together, flat / len(group))
+        self.buffers.average(names, self.transport, self._group(axis))
 
     def maximum_buffers(self, *names: str, axis: str) -> None:
         """Make updated buffers the largest over an axis, element by element."""
-        group = self._group(axis)
-        for together in self._by_dtype(names):
-            every = self.transport.all_gather(self._packed(together), group)
-            self._unpack(together, every.view(len(group), every.numel() // len(group)).amax(0))
+        self.buffers.maximum(names, self.transport, self._group(axis))
 
     def broadcast_buffers(self, *names: str, stage: int) -> None:
         """Give every stage the updated buffers of one, within each part of the batch."""
-        source, group = self._rank_of(stage), self._group("pp")
-        for together in self._by_dtype(names):
-            flat = self._packed(together)
-            self.transport.broadcast(flat, source, group)
-            self._unpack(together, flat)
-
-    def _by_dtype(self, names: Sequence[str]) -> list[list[str]]:
-        """Buffers that travel together; every rank has a tensor of each, if an old one."""
-        kinds = dict.fromkeys(self.buffers[name].dtype for name in names)
-        return [[name for name in names if self.buffers[name].dtype == dtype] for dtype in kinds]
-
-    def _packed(self, names: Sequence[str]) -> torch.Tensor:
-        return torch.cat([self.buffer(name).reshape(-1) for name in names])
-
-    def _unpack(self, names: Sequence[str], flat: torch.Tensor) -> None:
-        pieces = torch.split(flat, [self.buffers[name].numel() for name in names])
-        for name, piece in zip(names, pieces, strict=True):
-            self.updated[name] = piece.view(self.buffers[name].shape)
+        self.buffers.broadcast(names, self.transport, self._rank_of(stage), self._group("pp"))
 
     # Stage to stage
 

@@ -1,0 +1,211 @@
+"""The programs of a parallelised module: one for each kind of call, all under one plan; the latest are kept."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import warnings
+from collections import OrderedDict
+from collections.abc import Hashable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from autopart import capture as capturing
+from autopart.api import compiler
+from autopart.api.boundary import check_local
+from autopart.api.options import Options
+from autopart.api.plain import constants
+from autopart.api.ranks import Ranks
+from autopart.capture.call import Call
+from autopart.capture.pattern import Pattern
+from autopart.ir.captured import Captured
+from autopart.ir.mesh import pieces
+from autopart.ir.plan import Plan
+from autopart.ir.program import Program
+from autopart.passes.normalise import normalise
+from autopart.passes.schedule import FORWARDS_FIRST, check_deferred
+from autopart.passes.segment import segment
+from autopart.passes.slices import least_samples
+from autopart.passes.verify import verify
+from autopart.runtime.executor import Loaded
+from autopart.runtime.residence import Residence
+
+CACHED_PROGRAMS = 8
+KEPT_PATTERNS = 4  # of training and evaluation, with and without optional arguments
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A call of a module, with the modes that it is made in.
+
+    `target` says that `loss_fn` gets one; `samples` are those of each data rank, where each passes its own.
+    """
+
+    model: torch.nn.Module
+    call: Call
+    target: bool
+    samples: tuple[int, ...] | None = None
+
+    def kind(self) -> Hashable:
+        """What the call and the modes of the moment make of a program, equal on all ranks."""
+        modes = tuple(part.training for part in self.model.modules())
+        trained = tuple(parameter.requires_grad for parameter in self.model.parameters())
+        kinds = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+        casts = tuple((kind, torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind))
+        return self.call.key(), torch.is_grad_enabled(), modes, trained, casts
+
+    def shares(self, plan: Plan) -> tuple[int, ...]:
+        """The samples of each data rank: its own, or its part of the whole batch."""
+        return self.samples or pieces(self.call.batch, plan.mesh.degree("dp"))
+
+    def microbatches(self, plan: Plan) -> int:
+        """A forward-only program of a small batch has fewer microbatches than the plan; a training one never has.
+
+        Where a batch has fewer samples than there are data ranks, some of these run on none.
+        """
+        return max(1, min(plan.microbatches, *self.shares(plan)))
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """A program, the texts of the ranks here, compiled, by rank, and the samples that each slice needs."""
+
+    program: Program
+    loaded: dict[int, Loaded]
+    least: int
+
+
+class Programs:
+    """The plan of a module, once there is one, and the programs that were compiled for its calls."""
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self.plan: Plan | None = None
+        self.training: Program | None = None  # that of the last training call
+        self._patterns: tuple[Pattern, ...] = ()
+        self._kept: OrderedDict[Hashable, Compiled] = OrderedDict()
+        self._warned = False
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def copied(self) -> Programs:
+        """Those of a copy of the module."""
+        made = copy.copy(self)
+        made._kept = self._kept.copy()
+        return made
+
+    def program_for(self, asked: Asked, kind: Hashable, ranks: Ranks, residence: Residence | None) -> Compiled:
+        """The program for a call, compiled unless it is kept; `kind` is the call's.
+
+        Raises ValueError where the call has too few samples for the plan, and what compiling raises.
+        """
+        made_of = (kind, constants(asked.model, shapes=ranks.transport is None), asked.target)
+        key = (made_of, asked.microbatches(self.plan) if self.plan is not None else None)
+        if key in self._kept:
+            self._kept.move_to_end(key)
+            compiled = self._kept[key]
+        else:
+            compiled = self._compile(asked, ranks, residence)
+            assert self.plan is not None
+            self._keep((made_of, asked.microbatches(self.plan)), compiled, type(asked.model).__name__)
+        if compiled.program.captured.training:
+            plan = compiled.program.plan
+            compiler.check_cut(asked.shares(plan), plan, compiled.least)
+            self.training = compiled.program
+        return compiled
+
+    def _keep(self, key: Any, compiled: Compiled, name: str) -> None:
+        """Keep a new program; of too many, forget that used longest ago, and say once what keeps changing."""
+        self._kept[key] = compiled
+        if len(self._kept) <= CACHED_PROGRAMS:
+            return
+        self._kept.popitem(last=False)
+        if not self._warned:
+            self._warned = True
+            ((_, before, _), _), ((_, after, _), _) = list[Any](self._kept)[-2:]
+            names = [each for each, _ in sorted(set(after) - set(before), key=str)]
+            warnings.warn(
+                f"{len(self._kept) + 1} programs were compiled for {name}, as "
+                f"{', '.join(names) or 'the shapes or values of its arguments'} keeps changing; each takes a while",
+                stacklevel=2,
+            )
+
+    def _compile(self, asked: Asked, ranks: Ranks, residence: Residence | None) -> Compiled:
+        if residence is not None:
+            asked = replace(asked, model=residence.whole_copy(asked.model))
+        program = self._given(asked) or self._lowered(asked, ranks, residence)
+        device = ranks.transport.device if ranks.transport is not None else asked.call.device
+        loaded = {rank: Loaded.of(program, rank, device) for rank in ranks.here}
+        return Compiled(program, loaded, least_samples(program.captured))
+
+    def _given(self, asked: Asked) -> Program | None:
+        """The pinned program, verified, if it is one for this call: same shapes, dtypes and other arguments."""
+        program = self.options.given_program
+        if program is None or not torch.is_grad_enabled() or program.captured.call != asked.call.text:
+            return None
+        trained = {name: p.requires_grad for name, p in asked.model.named_parameters(remove_duplicate=False)}
+        outputs = [out for out in program.captured.outputs if out.kind == "output"]
+        if self.options.outputs == "all" and not all(out.everywhere for out in outputs):
+            return None
+        if any(item.requires_grad != trained.get(item.target) for item in program.captured.of_kind("parameter")):
+            return None
+        if self.options.verify:
+            verify(program)
+        self.plan = program.plan
+        return program
+
+    def _lowered(self, asked: Asked, ranks: Ranks, residence: Residence | None) -> Program:
+        """Capture the call and compile it under the plan, which is solved for at the first call."""
+        captured = self._captured(asked)
+        if self.plan is None:
+            self.plan = self._planned(captured, sum(asked.samples or (asked.call.batch,)), ranks.size)
+        plan = self.plan
+        segmented = segment(captured, cuts=plan.cuts)
+        if captured.deferred:
+            plan = replace(plan, schedule=FORWARDS_FIRST)
+        elif not captured.training:  # checked at a batch that gives every data rank a sample
+            shares, count = asked.shares(plan), asked.microbatches(plan)
+            plan = replace(plan, microbatches=count, batch=max(sum(shares), count * len(shares)))
+        state = residence.state if residence is not None else None
+        return compiler.lower(segmented, plan, state=state, check=self.options.verify)
+
+    def _captured(self, asked: Asked) -> Captured:
+        """capture and normalise, as the options say; refuses what they rule out."""
+        options, pinned = self.options, self.options.given_plan
+        loss_fn = options.loss_fn if asked.target or not _takes_two(options.loss_fn) else None
+        captured, pattern = capturing.capture_again(
+            asked.model, asked.call, self._patterns, loss_fn=loss_fn, target=asked.target, route=options.capture
+        )
+        self._patterns = (pattern, *(other for other in self._patterns if other is not pattern))[:KEPT_PATTERNS]
+        captured = normalise(captured, semantics=options.meaning, outputs=options.outputs)
+        if options.inputs == "local":
+            check_local(captured)
+        if captured.deferred:
+            check_deferred(pinned.schedule if pinned is not None else options.schedule)
+        return captured
+
+    def _planned(self, captured: Captured, batch: int, devices: int) -> Plan:
+        """The plan that is pinned, or that the solver finds for a whole batch of so many samples."""
+        given, inputs = self.options.given_plan, self.options.inputs
+        if given is None:
+            pins = self.options.pins()
+            return compiler.planned(captured, batch=batch, inputs=inputs, devices=devices, **pins)
+        compiler.check_fingerprint(given, captured)
+        if given.inputs == inputs:
+            return given
+        return compiler.predicted(segment(captured, cuts=given.cuts), replace(given, inputs=inputs))
+
+
+def _takes_two(loss_fn: Any) -> bool:
+    """Whether a loss function needs a target beside the output."""
+    if loss_fn is None:
+        return True
+    try:
+        parameters = inspect.signature(loss_fn).parameters.values()
+    except (TypeError, ValueError):
+        return True
+    needed = [p for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return len(needed) > 1
