@@ -233,12 +233,12 @@ def _on_one_device(
     """A plain copy, fed in slices where each is to compute as if it were the batch."""
     if semantics != "accumulate":
         return copy.deepcopy(model)
-    if random := program.captured.of_kind("random"):
+    degree, microbatches = program.plan.mesh.degree("dp"), program.plan.microbatches
+    if (random := program.captured.of_kind("random")) and degree * microbatches > 1:
         raise ValueError(
             f"semantics: with 'accumulate' random operations ({random[0].target}) cannot be compared, since one device "
             "that is fed slice by slice draws for each as for a whole batch; set their probabilities to 0"
         )
-    degree, microbatches = program.plan.mesh.degree("dp"), program.plan.microbatches
     return Sliced(copy.deepcopy(model), degree, microbatches, weight, batch)
 
 
