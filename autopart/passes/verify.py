@@ -121,12 +121,13 @@ def _checked(
     texts = [read(program, rank, batch, bodies) for rank in range(len(program.ranks))]
     sent = transfers(texts)
     # What one rank does wrong by itself is told before what then does not fit between ranks.
-    stored = sum(map(_check_stores, texts))
-    actions = sum(work(text, needed, state, program.plan.microbatches, training) for text in texts)
-    given = sum(values(text, known) for text in texts)
-    graded = [gradients(text, needed, state) for text in texts]
+    alone = _distinct(texts)
+    stored = sum(n * _check_stores(text) for text, n in alone)
+    actions = sum(n * work(text, needed, state, program.plan.microbatches, training) for text, n in alone)
+    given = sum(n * values(text, known) for text, n in alone)
+    graded = [(*gradients(text, needed, state), n) for text, n in alone]
     renewed = [program.staged.updated(stage) for stage in range(len(program.staged.stages))]
-    updated = sum(buffers(text, program.staged, renewed) for text in texts)
+    updated = sum(n * buffers(text, program.staged, renewed) for text, n in alone)
     shared = collectives(texts)
     meetings = ends(texts, [*sent, *shared])
     outputs = sum(_check_outputs(text, program, made, batch) for text in texts)
@@ -138,10 +139,22 @@ def _checked(
         Checked("stores", stored, "values kept for later"),
         Checked("work", actions, "forwards and backwards"),
         Checked("values", given, "values given to layers"),
-        Checked("gradients", sum(n for n, _ in graded), f"contributions, {sum(n for _, n in graded)} reductions"),
+        Checked(
+            "gradients",
+            sum(n * a for a, _, n in graded),
+            f"contributions, {sum(n * b for _, b, n in graded)} reductions",
+        ),
         *((Checked("buffers", updated, "updates of buffers"),) if updated else ()),
         Checked("outputs", outputs, "outputs"),
     )
+
+
+def _distinct(texts: Sequence[Text]) -> list[tuple[Text, int]]:
+    """The texts of ranks that do different things, each with the number of ranks that do the same (data ranks do)."""
+    alike: dict[tuple[int, tuple[int, ...]], list[Text]] = {}
+    for text in texts:
+        alike.setdefault((id(text.recording.events), text.stages), []).append(text)
+    return [(group[0], len(group)) for group in alike.values()]
 
 
 def _check_stores(text: Text) -> int:
