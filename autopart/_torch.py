@@ -9,11 +9,13 @@ from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
     "CheckpointFound",
     "IncompatibleKeys",
     "OpOverload",
+    "TorchDispatchMode",
     "autograd_backend",
     "data_dependent",
     "decompositions",

@@ -10,10 +10,13 @@ or not: it depends on nothing that a plan decides. The last argument is the dim 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
+from autopart._torch import OpOverload
 from autopart.errors import CaptureError
 from autopart.ir.captured import Captured, unnamed
 from autopart.ir.graph import Input, Node, Ref, Value
@@ -57,7 +60,7 @@ def _named(node: Node, name: str) -> Node:
 
 
 def _refuse(node: Node) -> None:
-    if _without_dropout(node):
+    if without_dropout(node.op, node.args, dict(node.kwargs)):
         return
     if not unnamed(node):
         raise CaptureError(
@@ -72,10 +75,8 @@ def _refuse(node: Node) -> None:
         )
 
 
-def _without_dropout(node: Node) -> bool:
-    """Whether an attention kernel is called with a dropout probability of zero."""
-    names = [argument.name for argument in node.op._schema.arguments]
-    if "dropout_p" not in names:
-        return False
-    given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
-    return bool(given.get("dropout_p", 0.0) == 0.0)
+def without_dropout(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether an operator is an attention kernel, called with a dropout probability of zero: it draws nothing."""
+    names = [argument.name for argument in op._schema.arguments]
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    return "dropout_p" in names and bool(given.get("dropout_p", 0.0) == 0.0)

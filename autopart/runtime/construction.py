@@ -18,7 +18,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopart import _torch
 
@@ -243,7 +242,7 @@ class Construction:
                 real[view.key] = _stored_as(view, result, self._storages[view.key].nbytes())
 
 
-class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Recorder(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, construction: Construction) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._construction = construction

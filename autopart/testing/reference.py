@@ -14,11 +14,11 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopart import _torch
 from autopart.capture.randomness import IN_PLACE, RECIPES, opened
 from autopart.draws import Draws, following
+from autopart.passes.draws import without_dropout
 
 
 @contextlib.contextmanager
@@ -110,7 +110,7 @@ class _Modules:
         return _Step({id(part): name for name, part in module.named_modules()}, draws)
 
 
-class _Drawing(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Drawing(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Random operators by their recipes."""
 
     def __init__(self, modules: _Modules) -> None:
@@ -122,7 +122,7 @@ class _Drawing(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         kwargs = dict(kwargs or {})
         inside = self.modules.running or _torch.in_backward()
-        if torch.Tag.nondeterministic_seeded not in func.tags or not inside or _without_dropout(func, args, kwargs):
+        if torch.Tag.nondeterministic_seeded not in func.tags or not inside or without_dropout(func, args, kwargs):
             return func(*args, **kwargs)
         recipe = RECIPES.get(IN_PLACE.get(func, func))
         if recipe is None or kwargs.pop("generator", None) is not None:
@@ -131,10 +131,3 @@ class _Drawing(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if found is NotImplemented:
             raise NotImplementedError(f"{func} draws numbers of a dtype that a parallelised module refuses")
         return args[0].copy_(found) if func in IN_PLACE else found
-
-
-def _without_dropout(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether this is an attention kernel that draws nothing."""
-    names = [argument.name for argument in func._schema.arguments]
-    given: dict[str, Any] = dict(zip(names, args, strict=False)) | kwargs
-    return "dropout_p" in names and given.get("dropout_p", 0.0) == 0.0
