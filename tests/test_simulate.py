@@ -22,49 +22,65 @@ def priced(draw):
     return schedule, {kind: tuple(draw(each)) for kind in "FIWB"}, draw(times)
 
 
+def time(action, costs):
+    """Of slices as long as the microbatch, so that all times are whole numbers."""
+    return sum(costs[part.kind][part.stage] for part in action.parts)
+
+
+def sliced(schedule, costs):
+    """Costs under which every slice takes what a microbatch would."""
+    return {kind: [schedule.slices * time for time in times] for kind, times in costs.items()}
+
+
 def longest_path(schedule, costs, comm):
     """The critical path of the graph of row order and data flow, written without the library's own rules."""
     graph = nx.DiGraph()
     graph.add_node("end")
-    backward = {(a.stage, a.microbatch): a for _, a in schedule.actions() if a.kind in (Kind.B, Kind.I)}
-    forward = {(a.stage, a.microbatch): a for _, a in schedule.actions() if a.kind is Kind.F}
+    holder = {part: action for _, action in schedule.actions() for part in action.parts}
+    backward, forward = {}, {}
+    for a in schedule.parts():
+        if a.kind is not Kind.W:
+            (forward if a.kind is Kind.F else backward)[a.stage, a.microbatch, a.slice] = a
 
     def edge(a, b):
         if a is not None:
-            crossing = schedule.place[a.stage] != schedule.place[b.stage]
-            graph.add_edge(a, b, weight=costs[a.kind][a.stage] + comm * crossing)
+            crossing = schedule.places[a.pipe][a.stage] != schedule.places[b.pipe][b.stage]
+            found = graph.get_edge_data(holder[a], holder[b], {"weight": 0})["weight"]
+            graph.add_edge(holder[a], holder[b], weight=max(found, time(holder[a], costs) + comm * crossing))
 
     for row in schedule.table:
         for before, after in pairwise(row):
-            edge(before, after)
-    for _, action in schedule.actions():
-        here, after = (action.stage, action.microbatch), (action.stage + 1, action.microbatch)
+            edge(before.parts[0], after.parts[0])
+    for action in schedule.parts():
+        stage, microbatch, piece = action.stage, action.microbatch, action.slice
         if action.kind is Kind.F:
-            edge(forward.get((action.stage - 1, action.microbatch)), action)
+            edge(forward.get((stage - 1, microbatch, piece)), action)
+            edge(forward.get((stage, microbatch, piece - 1)), action)
         elif action.kind is Kind.W:
-            edge(backward[here], action)
+            edge(backward[stage, microbatch, piece], action)
         else:
-            edge(forward[here], action)
-            edge(backward.get(after), action)
-        graph.add_edge(action, "end", weight=costs[action.kind][action.stage])
+            edge(forward[stage, microbatch, piece], action)
+            edge(backward.get((stage + 1, microbatch, piece)), action)
+            edge(backward.get((stage, microbatch, piece + 1)), action)
+        graph.add_edge(holder[action], "end", weight=time(holder[action], costs))
     return nx.dag_longest_path_length(graph)
 
 
 @given(priced())
 def test_makespan_is_the_critical_path(case):
     schedule, costs, comm = case
-    timeline = simulate(schedule, costs=costs, comm=comm)
+    timeline = simulate(schedule, costs=sliced(schedule, costs), comm=comm)
     assert timeline.makespan == longest_path(schedule, costs, comm)
 
 
 @given(priced())
 def test_spans_and_idle_windows_tile_every_rank(case):
     schedule, costs, comm = case
-    timeline = simulate(schedule, costs=costs, comm=comm)
+    timeline = simulate(schedule, costs=sliced(schedule, costs), comm=comm)
     for rank, row in enumerate(schedule.table):
         spans = [span for span in timeline.spans if span.rank == rank]
         assert tuple(span.action for span in spans) == row
-        assert all(span.end - span.start == costs[span.action.kind][span.action.stage] for span in spans)
+        assert all(span.end - span.start == time(span.action, costs) for span in spans)
         pieces = sorted([(s.start, s.end) for s in spans if s.end > s.start] + list(timeline.idle[rank]))
         assert sum(end - start for start, end in pieces) == timeline.makespan
         assert all(a[1] == b[0] for a, b in pairwise(pieces))
@@ -74,16 +90,17 @@ def test_spans_and_idle_windows_tile_every_rank(case):
 def test_peak_counts_what_is_held(case):
     schedule, costs, _ = case
     timeline = simulate(schedule, costs=costs)
-    trains = any(action.kind is not Kind.F for _, action in schedule.actions())
+    trains = any(action.kind is not Kind.F for action in schedule.parts())
     for rank, row in enumerate(schedule.table):
-        held, most = set(), 0
-        for action in row:
+        held, most = {}, 0
+        for action in (part for each in row for part in each.parts):
+            unit = (action.stage, action.microbatch, action.slice)
             if action.kind is Kind.F and trains:
-                held.add((action.stage, action.microbatch))
+                held[unit] = 1 / schedule.places[action.pipe].count(rank) / schedule.slices
             elif action.kind in (Kind.B, Kind.W):
-                held.remove((action.stage, action.microbatch))
-            most = max(most, len(held))
-        assert timeline.peak_activations[rank] == most / schedule.place.count(rank)
+                held.pop(unit)
+            most = max(most, sum(held.values()))
+        assert timeline.peak_activations[rank] == pytest.approx(most)
 
 
 def test_two_ranks_by_hand():

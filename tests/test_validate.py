@@ -31,13 +31,18 @@ def test_every_terminating_order_passes(schedule):
         ("1B3", "1I3", "rank 1: 1W3 is missing"),
         ("1B3", "1W3,1I3", "rank 1, step 7: 1W3 comes before 1I3, which it needs"),
         ("1B3", "1B3,1W3", "rank 1: both 1B3 and 1W3"),
-        ("2B3", "2B3s1", "rank 2, step 7: 2B3s1 is not one of F, B, I and W of a whole microbatch"),
-        ("2B3", "2B3,2SEND3>1", "rank 2, step 8: 2SEND3>1 is not one of F, B, I and W"),
+        ("2B3", "2B3s1", "rank 2, step 7: 2B3s1 names slice 1, but slices are 0 to 0"),
+        ("2B3", "2B3,2SEND3>1", "rank 2, step 8: 2SEND3>1 is not one of F, B, I, W, S, T and OPT"),
+        ("2B3", "2B3,2R3", "rank 2, step 8: 2R3 is not one of F, B, I, W, S, T and OPT"),
+        ("2B3", "2B3,2S3", "rank 2, step 8: 2S3 is of an output layer split over the ranks, which this schedule"),
+        ("2B3", "2B3,2OPT3", "rank 2, step 8: 2OPT3 changes the weights inside the table, which needs one of"),
+        ("2B2,2F3", "(2F3;2I2)&", "rank 2, step 5: 2F3 is in a PAIR that is not of an F and a B"),
+        ("2F3,2B3", "(2F3;2B3)&", "rank 2, step 6: 2B3 is in one PAIR with 2F3, which it needs"),
     ],
 )
 def test_planted_faults(old, new, message):
     assert old in TEXT
-    faulty = replace(read(TEXT.replace(old, new, 1)), place=(0, 1, 2), microbatches=4)
+    faulty = replace(read(TEXT.replace(old, new, 1)), place=(0, 1, 2), microbatches=4, slices=1, mirrors=())
     with pytest.raises(ValueError) as caught:
         validate(faulty)
     assert message in str(caught.value)

@@ -18,7 +18,11 @@ from autopart.schedules.dependencies import Edges, dependencies
 from autopart.schedules.timing import run_time
 from autopart.schedules.validate import validate
 
-UNIT = {Kind.F: 1, Kind.I: 1, Kind.W: 1, Kind.B: 2}
+UNIT = {Kind.F: 1, Kind.I: 1, Kind.W: 1, Kind.B: 2, Kind.PAIR: 3, Kind.S: 1, Kind.T: 1, Kind.OPT: 0}
+"""The costs of that run: of a stage, as if all were alike."""
+
+MADE = frozenset({Kind.F, Kind.B, Kind.I})
+"""The actions between which values travel by SEND and RECV."""
 
 Slotted = tuple[int, Action]
 """A SEND or RECV, and the step of the row before which it must stand."""
@@ -28,33 +32,36 @@ def lower(schedule: Schedule, edges: Edges) -> Scheduled:
     """The schedule with its communication: what flows over `edges` is sent as soon as it is made.
 
     `edges` holds (source stage, target stage) pairs. Forward ones (source < target, also long skips) carry the outputs
-    of F(source) to F(target) of the same microbatch; backward ones (source > target) the gradients from B or I to B or
-    I. Between stages of one rank nothing is sent. A SEND follows its producer with nothing but other transfers between;
-    a RECV stands before its consumer. Raises ValueError for edges between stages that are not there, and what
+    of F(source) to F(target) of the same microbatch and slice; backward ones (source > target) the gradients from B or
+    I to B or I. Between stages of one rank nothing is sent. A SEND follows its producer with nothing but other
+    transfers between; a RECV stands before its consumer. What S and T exchange is their own: all ranks perform them
+    together. Raises ValueError for edges between stages that are not there, and what
     `validate` raises.
     """
     for source, target in sorted(edges):
         if source == target or not {source, target} <= set(range(schedule.stages)):
             raise ValueError(f"edges: ({source}, {target}) does not join two of the stages 0 to {schedule.stages - 1}")
     validate(schedule)
-    step = {action: number for row in schedule.table for number, action in enumerate(row)}
+    step = {part: number for row in schedule.table for number, action in enumerate(row) for part in action.parts}
     transfers: list[list[Slotted]] = [[] for _ in schedule.table]
     for producer, consumer in _crossings(schedule, edges):
-        send = Action(Kind.SEND, producer.stage, producer.microbatch, peer=consumer.stage)
-        receive = Action(Kind.RECV, consumer.stage, consumer.microbatch, peer=producer.stage)
-        transfers[schedule.place[producer.stage]].append((step[producer] + 1, send))
-        transfers[schedule.place[consumer.stage]].append((step[consumer], receive))
+        which = (producer.microbatch, producer.slice, producer.pipe)
+        send = Action(Kind.SEND, producer.stage, *which, peer=consumer.stage)
+        receive = Action(Kind.RECV, consumer.stage, *which, peer=producer.stage)
+        transfers[schedule.rank(producer)].append((step[producer] + 1, send))
+        transfers[schedule.rank(consumer)].append((step[consumer], receive))
     return Scheduled(schedule, tuple(map(_merge, schedule.table, transfers)))
 
 
 def _crossings(schedule: Schedule, edges: Edges) -> list[tuple[Action, Action]]:
     """The (producer, consumer) of every value that passes between two ranks, in the one order of all transfers."""
     needs = dependencies(schedule, edges)
-    intervals = run_time(schedule.table, needs, cost=lambda action: UNIT[action.kind], delay=lambda need, action: 0)
+    intervals = run_time(schedule.table, needs, cost=lambda action: UNIT[action.kind])
     ends = {
-        action: end
+        part: end
         for row, times in zip(schedule.table, intervals, strict=True)
         for action, (_, end) in zip(row, times, strict=True)
+        for part in action.parts
     }
 
     def order(crossing: tuple[Action, Action]) -> tuple[float, bool, int, int]:
@@ -64,13 +71,12 @@ def _crossings(schedule: Schedule, edges: Edges) -> list[tuple[Action, Action]]:
         backward = target < source
         return (ends[crossing[0]], backward, *((source, -target) if backward else (-source, target)))
 
-    place = schedule.place
     return sorted(
         (
             (need, action)
             for action, wanted in needs.items()
             for need in wanted
-            if place[need.stage] != place[action.stage]
+            if need.kind in MADE and action.kind in MADE and schedule.rank(need) != schedule.rank(action)
         ),
         key=order,
     )

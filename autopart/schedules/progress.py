@@ -8,6 +8,8 @@ transport, each adding waits to the one before:
   sides at once, after the pair's earlier transfers in either direction.
 * ``block``: a send, too, holds up all that comes after it in its row until the receive is posted.
 
+Under all of them S and T, which the ranks perform together, happen on all ranks at once.
+
 Before that, channels: with messages told apart by order alone, the k-th RECV of a channel must be of the k-th SEND.
 """
 
@@ -15,7 +17,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import pairwise, zip_longest
+from itertools import chain, pairwise, zip_longest
 from typing import TYPE_CHECKING, TypeAlias
 
 from autopart.errors import VerificationError
@@ -27,42 +29,85 @@ if TYPE_CHECKING:
 
 MODELS = ("dirfifo", "pairfifo", "block")
 
+TRANSFERS = frozenset({Kind.SEND, Kind.RECV})
+
+COLLECTIVES = frozenset({Kind.S, Kind.T})
+"""What all ranks perform together, beside the transfers of pairs."""
+
 Rows = Sequence[Sequence[Action]]
 Position = tuple[int, int]
 """Rank and step."""
 
 Event = tuple[Position, ...]
-"""What happens at once: one action, or a SEND and its RECV."""
+"""What happens at once: one action, a SEND and its RECV, or one collective on all ranks."""
+
+Places = Sequence[Sequence[int]]
+"""The rank of every stage, pipe by pipe."""
 
 Waits: TypeAlias = "nx.DiGraph[Event]"
 
 
-def check(rows: Rows, place: Sequence[int]) -> None:
+def check(rows: Rows, place: Sequence[int], mirrors: Places = ()) -> None:
     """Raise VerificationError unless the rows, one a pipeline rank, match and end under all three models.
 
-    ``place[stage]`` is the rank of a stage. Every action but SEND and RECV counts as work of the rank alone. The
-    message names the model, the action at which each rank is stuck and the cycle of waits, and shows the rows with
-    these in brackets.
+    ``place[stage]`` is the rank of a stage in pipe 0, ``mirrors[k][stage]`` in pipe k + 1. Every action but SEND, RECV,
+    S and T counts as work of the rank alone. The message names the model, the action at which each rank is stuck and
+    the cycle of waits, and shows the rows with these in brackets.
     """
     import networkx as nx
 
-    peers = _match(rows, place)
+    places = (place, *mirrors)
+    peers, collectives = _match(rows, places), _meet(rows)
     # The last model has all waits of the others: rows that end under it need no more looking at.
-    if nx.is_directed_acyclic_graph(_waits(rows, place, peers, MODELS[-1])):
+    if _ends(rows, [*peers.items(), *collectives]):
         return
-    graphs = ((model, _waits(rows, place, peers, model)) for model in MODELS)
+    graphs = ((model, _waits(rows, places, peers, collectives, model)) for model in MODELS)
     raise next(_deadlock(rows, waits, model) for model, waits in graphs if not nx.is_directed_acyclic_graph(waits))
 
 
-def _match(rows: Rows, place: Sequence[int]) -> dict[Position, Position]:
+def _ends(rows: Rows, meetings: Sequence[Event]) -> bool:
+    """Whether all rows end where everything holds up what comes after it, and the sides of a meeting wait for all."""
+    met = {position: meeting for meeting in meetings for position in meeting}
+    at = [0] * len(rows)
+    runnable = list(range(len(rows)))
+    while runnable:
+        rank = runnable.pop()
+        while at[rank] < len(rows[rank]):
+            position = (rank, at[rank])
+            meeting = met.get(position, (position,))
+            if any(at[peer] != step for peer, step in meeting):
+                break
+            for peer, _ in meeting:
+                at[peer] += 1
+            runnable += (peer for peer, _ in meeting if peer != rank)
+    return all(done == len(row) for done, row in zip(at, rows, strict=True))
+
+
+def _meet(rows: Rows) -> list[Event]:
+    """The collectives: where each stands on all ranks."""
+    found: dict[tuple[Kind, int, int], dict[int, int]] = defaultdict(dict)
+    for rank, row in enumerate(rows):
+        for step, action in enumerate(row):
+            if action.kind in COLLECTIVES:
+                found[action.kind, action.microbatch, action.slice][rank] = step
+    for (kind, microbatch, _), steps in found.items():
+        absent = set(range(len(rows))) - set(steps)
+        if absent:
+            shown = grid(rows, {position: "" for position in steps.items()})
+            fault = f"rank {min(absent)} has no {kind} of microbatch {microbatch}, which all ranks perform together"
+            raise VerificationError(f"{fault}\n{shown}")
+    return [tuple(steps.items()) for steps in found.values()]
+
+
+def _match(rows: Rows, places: Places) -> dict[Position, Position]:
     """The RECV of every SEND."""
     sends: dict[tuple[int, int], list[Position]] = defaultdict(list)
     receives: dict[tuple[int, int], list[Position]] = defaultdict(list)
     for rank, row in enumerate(rows):
         for step, action in enumerate(row):
-            if action.kind in (Kind.SEND, Kind.RECV):
-                _check_ends(rows, place, (rank, step))
-                peer = place[action.peer]
+            if action.kind in TRANSFERS:
+                _check_ends(rows, places, (rank, step))
+                peer = places[action.pipe][action.peer]
                 if action.kind is Kind.SEND:
                     sends[rank, peer].append((rank, step))
                 else:
@@ -76,13 +121,15 @@ def _match(rows: Rows, place: Sequence[int]) -> dict[Position, Position]:
     return peers
 
 
-def _check_ends(rows: Rows, place: Sequence[int], position: Position) -> None:
+def _check_ends(rows: Rows, places: Places, position: Position) -> None:
     rank, step = position
     action = rows[rank][step]
+    place = places[action.pipe] if action.pipe < len(places) else ()
     stages = range(len(place))
     fault = ""
     if action.stage not in stages or action.peer not in stages:
-        fault = f"names a stage that is not among 0 to {len(place) - 1}"
+        fault = f"names a stage that is not among 0 to {len(places[0]) - 1}"
+        fault = fault if place else f"names a pipe that is not among 0 to {len(places) - 1}"
     elif place[action.stage] != rank:
         fault = f"is of a stage of rank {place[action.stage]}"
     elif place[action.peer] == rank:
@@ -109,7 +156,9 @@ def _mismatch(
     )
 
 
-def _waits(rows: Rows, place: Sequence[int], peers: Mapping[Position, Position], model: str) -> Waits:
+def _waits(
+    rows: Rows, places: Places, peers: Mapping[Position, Position], collectives: Sequence[Event], model: str
+) -> Waits:
     """The graph of what must happen before what under a model: an edge leads from an event to one that waits for it."""
     import networkx as nx
 
@@ -119,24 +168,24 @@ def _waits(rows: Rows, place: Sequence[int], peers: Mapping[Position, Position],
     waits: Waits = nx.DiGraph()
     if model == "dirfifo":
         waits.add_edges_from((event[send], event[receive]) for send, receive in peers.items())
-    else:
-        event |= {side: (send, receive) for send, receive in peers.items() for side in (send, receive)}
+    meetings = chain(collectives, peers.items() if model != "dirfifo" else ())
+    event |= {side: meeting for meeting in meetings for side in meeting}
     waits.add_nodes_from(event.values())
     for rank, row in enumerate(rows):
-        order = pairwise(range(len(row))) if model == "block" else _sends_free(row, place, streams=model == "pairfifo")
+        order = pairwise(range(len(row))) if model == "block" else _sends_free(row, places, streams=model == "pairfifo")
         waits.add_edges_from((event[rank, before], event[rank, after]) for before, after in order)
     return waits
 
 
-def _sends_free(row: Sequence[Action], place: Sequence[int], *, streams: bool) -> Iterator[tuple[int, int]]:
+def _sends_free(row: Sequence[Action], places: Places, *, streams: bool) -> Iterator[tuple[int, int]]:
     """The (before, after) steps of a row of a row where only the stream of a pair, if it has one, waits for sends."""
     held: int | None = None
     last: dict[int, int] = {}
     for step, action in enumerate(row):
         if held is not None:
             yield held, step
-        if streams and action.kind in (Kind.SEND, Kind.RECV):
-            peer = place[action.peer]
+        if streams and action.kind in TRANSFERS:
+            peer = places[action.pipe][action.peer]
             if peer in last:
                 yield last[peer], step
             last[peer] = step
@@ -156,13 +205,13 @@ def _deadlock(rows: Rows, waits: Waits, model: str) -> VerificationError:
         stuck.setdefault(rank, step)
     where = "; ".join(f"rank {rank} is stuck at {rows[rank][step]} (step {step})" for rank, step in stuck.items())
     cycle = [event for event, _ in nx.find_cycle(waits)][::-1]
-    talk = [" with ".join(str(rows[r][s]) for r, s in event) for event in cycle if _is_transfer(rows, event)]
+    talk = [" with ".join(str(rows[r][s]) for r, s in event) for event in cycle if _is_talk(rows, event)]
     marks = {position: "" for position in stuck.items()}
     return VerificationError(
         f"deadlock under the {model} model: {where}; cycle: {' waits for '.join([*talk, talk[0]])}\n{grid(rows, marks)}"
     )
 
 
-def _is_transfer(rows: Rows, event: Event) -> bool:
+def _is_talk(rows: Rows, event: Event) -> bool:
     rank, step = event[0]
-    return rows[rank][step].kind in (Kind.SEND, Kind.RECV)
+    return rows[rank][step].kind in TRANSFERS | COLLECTIVES
