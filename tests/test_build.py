@@ -1,3 +1,5 @@
+import re
+
 import pytest
 
 from autopart.schedules import build, names, validate
@@ -5,12 +7,12 @@ from autopart.schedules import build, names, validate
 
 def test_every_listed_family_builds_and_says_what_it_is():
     listed = names()
-    assert [family.name for family in listed] == ["gpipe", "1f1b"]
+    assert len({family.name for family in listed}) == len(listed)
     for family in listed:
-        assert family.summary and family.source and "m" in family.memory
-        schedule = build(family.name, ranks=3, microbatches=5)
+        assert family.summary and family.source and re.search(r"\b[mp]\b", family.memory)
+        schedule = build(family.name, ranks=4, microbatches=24)
         validate(schedule)
-        assert (schedule.name, schedule.ranks, schedule.stages, schedule.microbatches) == (family.name, 3, 3, 5)
+        assert (schedule.name, schedule.ranks, schedule.microbatches) == (family.name, 4, 24)
 
 
 def test_forward_is_built_but_not_listed():

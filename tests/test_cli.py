@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import shutil
@@ -115,10 +116,12 @@ def test_verify_a_folder(written: Path, tmp_path: Path, capsys: pytest.CaptureFi
         assert code == 2 and re.fullmatch(r"autopart: .*: not a written program .*\n", told)
 
 
-def test_simulate_a_folder_or_a_plan(written: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_simulate_a_folder_or_a_plan(written: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for path, options in ((written, []), (written / "plan.json", []), (written, ["--device", "h100-80"])):
         printed = invoke("simulate", str(path), *options)
-        assert re.search(r"step .* s\nbubble .*%\nrank 0 .*% busy", printed) and "rank 1" in printed
+        assert re.search(r"makespan .*\nflush bubble .*%\)\nspan .*\nrank 0 .*% busy", printed) and "rank 1" in printed
+    invoke("simulate", str(written), "--svg", str(tmp_path / "a.svg"), "--trace", str(tmp_path / "a.json"))
+    assert (tmp_path / "a.svg").read_text().startswith("<svg") and json.loads((tmp_path / "a.json").read_text())
     assert status(capsys, "simulate", "nowhere.json") == (2, "autopart: path: there is no nowhere.json\n")
     code, told = status(capsys, "simulate", str(written / "actions.json"))
     assert code == 2 and "not a plan" in told and told.count("\n") == 1

@@ -5,10 +5,17 @@ from __future__ import annotations
 import inspect
 
 from autopart.ir.action import Schedule
-from autopart.schedules import flush
+from autopart.schedules import bitpipe, dualpipe, flush, sequence, stale, vocabulary
 from autopart.schedules.family import Family
 
-FAMILIES = flush.FAMILIES
+FAMILIES = (
+    *flush.FAMILIES,
+    *sequence.FAMILIES,
+    *bitpipe.FAMILIES,
+    *dualpipe.FAMILIES,
+    *vocabulary.FAMILIES,
+    *stale.FAMILIES,
+)
 """Every training family, in the order in which they are listed."""
 
 
