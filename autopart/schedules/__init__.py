@@ -1,9 +1,10 @@
-"""Pipeline schedules: build one by name, check it, put the communication in, predict its time and memory."""
+"""Pipeline schedules: build, search, check, put the communication in, predict time and memory."""
 
+from autopart.schedules.auto import Found, auto
 from autopart.schedules.build import build, names
 from autopart.schedules.lower import lower
 from autopart.schedules.simulate import Timeline, simulate
 from autopart.schedules.text import read
 from autopart.schedules.validate import validate
 
-__all__ = ["Timeline", "build", "lower", "names", "read", "simulate", "validate"]
+__all__ = ["Found", "Timeline", "auto", "build", "lower", "names", "read", "simulate", "validate"]
