@@ -16,7 +16,7 @@ def test_every_size_ends(barriers):
     for p, m in SIZES:
         schedule = build("vocab", ranks=p, microbatches=m, barriers=barriers)
         validate(schedule)
-        assert read(str(schedule), name="vocab") == schedule
+        assert read(str(schedule), name=schedule.name) == schedule
         check(lower(schedule, chain(p)).table, schedule.place, (), barriers)
         peaks = simulate(schedule).peak_activations
         assert all(held <= min(m, p - rank + barriers) for rank, held in enumerate(peaks))

@@ -1,5 +1,6 @@
-"""Pipeline schedules: build one by name, check it, put the communication in, predict its time and memory."""
+"""Pipeline schedules: build, search, check, put the communication in, predict time and memory."""
 
+from autopart.schedules.auto import Found, auto
 from autopart.schedules.build import build, names
 from autopart.schedules.executable import check_executable, unpaired
 from autopart.schedules.lower import lower
@@ -11,9 +12,11 @@ from autopart.schedules.validate import validate
 from autopart.schedules.versions import Staleness, staleness, versions
 
 __all__ = [
+    "Found",
     "Link",
     "Staleness",
     "Timeline",
+    "auto",
     "batch_and_slice_lengths",
     "build",
     "check_executable",
