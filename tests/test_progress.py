@@ -180,6 +180,22 @@ def test_planted_mismatches(table, message):
     assert "[" in str(caught.value)
 
 
+def test_pipes_have_places_of_their_own():
+    """Stage 0 of pipe 1 is on rank 1."""
+    table = rows("0F0 0SEND0>1 1RECV1p1>0 1F1p1", "1RECV0>0 1F0 0F1p1 0SEND1p1>1")
+    check(table, (0, 1), ((1, 0),))
+    with pytest.raises(VerificationError, match="1RECV1p1>0 names a pipe that is not among 0 to 0"):
+        check(table, (0, 1))
+
+
+def test_an_exchange_that_waits_for_a_message_behind_it():
+    """Rank 1 takes what rank 0 sends only after T, which needs rank 0's S, which comes after the send."""
+    table = rows("0F0 0SEND0>1 0F1 0SEND1>1 0S0 0T0", "1RECV0>0 1F0 1S0 1T0 1RECV1>0 1F1")
+    with pytest.raises(VerificationError, match=r"deadlock under the block model.*1T0"):
+        check(table, (0, 1), (), 1)
+    check(rows("0F0 0SEND0>1 0F1 0SEND1>1 0S0 0T0", "1RECV0>0 1F0 1S0 1RECV1>0 1T0 1F1"), (0, 1), (), 1)
+
+
 def test_other_actions_are_work_of_the_rank():
     check(rows("0GATHER-1@h 0F0 0SEND0>1 0REDUCE-1@h", "1RECV0>0 1F0"), (0, 1))
 

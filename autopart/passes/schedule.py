@@ -21,14 +21,17 @@ FORWARDS_FIRST = "gpipe"
 def schedule(staged: Staged, plan: Plan) -> Scheduled:
     """The lowered schedule. A program without a backward runs all its forwards in order.
 
-    Raises ValueError for a step without a loss under a schedule that begins a backward before all forwards are done.
+    Raises ValueError for a step without a loss under a schedule that begins a backward before all forwards are done,
+    and for a schedule that needs what programs cannot do yet.
     """
     captured = staged.segmented.captured
     if captured.deferred:
         check_deferred(plan.schedule)
     name = plan.schedule if captured.training else "forward"
     built = schedules.build(name, ranks=len(staged.stages), microbatches=plan.microbatches)
-    return schedules.lower(built, frozenset((edge.source, edge.target) for edge in staged.edges))
+    schedules.check_executable(built)
+    edges = frozenset((edge.source, edge.target) for edge in staged.edges)
+    return schedules.lower(schedules.unpaired(built), edges)
 
 
 def check_deferred(name: str | None) -> None:

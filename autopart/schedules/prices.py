@@ -25,8 +25,8 @@ def prices(schedule: Schedule, costs: Mapping[str, Cost]) -> Price:
     A number is the time of a microbatch on a rank-share, which the stages that the rank has in the pipe divide equally;
     a sequence or mapping has the time of each stage itself. Either is of a whole microbatch, which its slices divide
     equally (an OPT belongs to none). A function is asked for the time of the very action. Where not given, B takes what
-    I and W do, a PAIR what its members do, and S, T and OPT nothing. Raises ValueError for costs that are unknown,
-    missing, negative or not one a stage.
+    I and W do, a PAIR what its members do, S, T and OPT nothing; S without T is the time of both, half of it each.
+    Raises ValueError for costs that are unknown, missing, negative or not one a stage.
     """
     unknown = sorted(set(costs) - set(KINDS))
     if unknown:
@@ -36,6 +36,9 @@ def prices(schedule: Schedule, costs: Mapping[str, Cost]) -> Price:
         inputs, weights = known[Kind.I], known[Kind.W]
         known[Kind.B] = lambda action: inputs(action) + weights(action)
     known.setdefault(Kind.PAIR, lambda action: sum(known[part.kind](part) for part in action.members))
+    if Kind.S in known and Kind.T not in known:
+        both = known[Kind.S]
+        known[Kind.S] = known[Kind.T] = lambda action: both(action) / 2
     for kind in (Kind.S, Kind.T, Kind.OPT):
         known.setdefault(kind, lambda action: 0.0)
     for kind in sorted({action.kind for action in schedule.parts()}):

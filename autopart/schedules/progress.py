@@ -8,7 +8,7 @@ transport, each adding waits to the one before:
   sides at once, after the pair's earlier transfers in either direction.
 * ``block``: a send, too, holds up all that comes after it in its row until the receive is posted.
 
-Under all of them S and T, which the ranks perform together, happen on all ranks at once.
+S and T have exchanges of their own, which hold up only what needs their results: all ranks begin them in one order.
 
 Before that, channels: with messages told apart by order alone, the k-th RECV of a channel must be of the k-th SEND.
 """
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain, pairwise, zip_longest
+from itertools import pairwise, zip_longest
 from typing import TYPE_CHECKING, TypeAlias
 
 from autopart.errors import VerificationError
@@ -31,7 +31,7 @@ MODELS = ("dirfifo", "pairfifo", "block")
 
 TRANSFERS = frozenset({Kind.SEND, Kind.RECV})
 
-COLLECTIVES = frozenset({Kind.S, Kind.T})
+SHARED = frozenset({Kind.S, Kind.T})
 """What all ranks perform together, beside the transfers of pairs."""
 
 Rows = Sequence[Sequence[Action]]
@@ -39,7 +39,10 @@ Position = tuple[int, int]
 """Rank and step."""
 
 Event = tuple[Position, ...]
-"""What happens at once: one action, a SEND and its RECV, or one collective on all ranks."""
+"""What happens at once: one action, or a SEND and its RECV."""
+
+Exchanges = Mapping[Position, Sequence[Position]]
+"""What an action waits for that other ranks did, beside messages."""
 
 Places = Sequence[Sequence[int]]
 """The rank of every stage, pipe by pipe."""
@@ -47,56 +50,74 @@ Places = Sequence[Sequence[int]]
 Waits: TypeAlias = "nx.DiGraph[Event]"
 
 
-def check(rows: Rows, place: Sequence[int], mirrors: Places = ()) -> None:
+def check(rows: Rows, place: Sequence[int], mirrors: Places = (), barriers: int = 0) -> None:
     """Raise VerificationError unless the rows, one a pipeline rank, match and end under all three models.
 
-    ``place[stage]`` is the rank of a stage in pipe 0, ``mirrors[k][stage]`` in pipe k + 1. Every action but SEND, RECV,
-    S and T counts as work of the rank alone. The message names the model, the action at which each rank is stuck and
-    the cycle of waits, and shows the rows with these in brackets.
+    ``place[stage]`` is the rank of a stage in pipe 0, ``mirrors[k][stage]`` in pipe k + 1; `barriers` is that of the
+    schedule. Every action but SEND, RECV, S and T counts as work of the rank alone. The message names the model, the
+    action at which each rank is stuck and the cycle of waits, and shows the rows with these in brackets.
     """
     import networkx as nx
 
     places = (place, *mirrors)
-    peers, collectives = _match(rows, places), _meet(rows)
+    peers, exchanges = _match(rows, places), _exchanges(rows, len(place) - 1, barriers) if barriers else {}
     # The last model has all waits of the others: rows that end under it need no more looking at.
-    if _ends(rows, [*peers.items(), *collectives]):
+    if _ends(rows, peers, exchanges):
         return
-    graphs = ((model, _waits(rows, places, peers, collectives, model)) for model in MODELS)
+    graphs = ((model, _waits(rows, places, peers, exchanges, model)) for model in MODELS)
     raise next(_deadlock(rows, waits, model) for model, waits in graphs if not nx.is_directed_acyclic_graph(waits))
 
 
-def _ends(rows: Rows, meetings: Sequence[Event]) -> bool:
-    """Whether all rows end where everything holds up what comes after it, and the sides of a meeting wait for all."""
-    met = {position: meeting for meeting in meetings for position in meeting}
+def _ends(rows: Rows, peers: Mapping[Position, Position], exchanges: Exchanges) -> bool:
+    """Whether all rows end under the last model: each rank does what stands next, a SEND and its RECV together."""
+    met = {side: (send, receive) for send, receive in peers.items() for side in (send, receive)}
     at = [0] * len(rows)
-    runnable = list(range(len(rows)))
-    while runnable:
-        rank = runnable.pop()
-        while at[rank] < len(rows[rank]):
-            position = (rank, at[rank])
-            meeting = met.get(position, (position,))
-            if any(at[peer] != step for peer, step in meeting):
-                break
-            for peer, _ in meeting:
-                at[peer] += 1
-            runnable += (peer for peer, _ in meeting if peer != rank)
+    moved = True
+    while moved:
+        moved = False
+        for rank, row in enumerate(rows):
+            while at[rank] < len(row):
+                position = (rank, at[rank])
+                meeting = met.get(position, (position,))
+                if any(at[peer] != step for peer, step in meeting):
+                    break
+                if any(at[peer] <= step for peer, step in exchanges.get(position, ())):
+                    break
+                for peer, _ in meeting:
+                    at[peer] += 1
+                moved = True
     return all(done == len(row) for done, row in zip(at, rows, strict=True))
 
 
-def _meet(rows: Rows) -> list[Event]:
-    """The collectives: where each stands on all ranks."""
-    found: dict[tuple[Kind, int, int], dict[int, int]] = defaultdict(dict)
+def _exchanges(rows: Rows, last: int, barriers: int) -> Exchanges:
+    """S waits for the last stage's forward, T for S of all ranks, and that stage's backward for all S, or all T."""
+    _check_order(rows)
+    found: dict[tuple[Kind, int, int], list[Position]] = defaultdict(list)
+    waiting: list[tuple[Position, tuple[Kind, int, int]]] = []
+    needed = {Kind.S: Kind.F, Kind.T: Kind.S, **dict.fromkeys((Kind.B, Kind.I), Kind.S if barriers == 1 else Kind.T)}
     for rank, row in enumerate(rows):
         for step, action in enumerate(row):
-            if action.kind in COLLECTIVES:
-                found[action.kind, action.microbatch, action.slice][rank] = step
-    for (kind, microbatch, _), steps in found.items():
-        absent = set(range(len(rows))) - set(steps)
-        if absent:
-            shown = grid(rows, {position: "" for position in steps.items()})
-            fault = f"rank {min(absent)} has no {kind} of microbatch {microbatch}, which all ranks perform together"
-            raise VerificationError(f"{fault}\n{shown}")
-    return [tuple(steps.items()) for steps in found.values()]
+            for part in action.parts:
+                if part.kind in SHARED or part.stage == last:
+                    found[part.kind, part.microbatch, part.slice].append((rank, step))
+                    if part.kind in needed:
+                        waiting.append(((rank, step), (needed[part.kind], part.microbatch, part.slice)))
+    return {position: found[key] for position, key in waiting}
+
+
+def _check_order(rows: Rows) -> None:
+    """Refuse rows whose S and T are not the same, in one order: exchanges are told apart by that."""
+    shared = [[(step, a) for step, a in enumerate(row) if a.kind in SHARED] for row in rows]
+    for number, sides in enumerate(zip_longest(*shared)):
+        first, *others = ((side[1].kind, side[1].microbatch, side[1].slice) if side else None for side in sides)
+        for rank, other in enumerate(others, 1):
+            if other != first:
+                marks = {(at, side[0]): "" for at, side in ((0, sides[0]), (rank, sides[rank])) if side}
+                said = [str(side[1]) if side else "nothing" for side in (sides[0], sides[rank])]
+                raise VerificationError(
+                    f"S and T number {number}: {said[0]} on rank 0, but {said[1]} on rank {rank}; all ranks perform "
+                    f"them together, in one order\n{grid(rows, marks)}"
+                )
 
 
 def _match(rows: Rows, places: Places) -> dict[Position, Position]:
@@ -156,9 +177,7 @@ def _mismatch(
     )
 
 
-def _waits(
-    rows: Rows, places: Places, peers: Mapping[Position, Position], collectives: Sequence[Event], model: str
-) -> Waits:
+def _waits(rows: Rows, places: Places, peers: Mapping[Position, Position], exchanges: Exchanges, model: str) -> Waits:
     """The graph of what must happen before what under a model: an edge leads from an event to one that waits for it."""
     import networkx as nx
 
@@ -168,9 +187,10 @@ def _waits(
     waits: Waits = nx.DiGraph()
     if model == "dirfifo":
         waits.add_edges_from((event[send], event[receive]) for send, receive in peers.items())
-    meetings = chain(collectives, peers.items() if model != "dirfifo" else ())
-    event |= {side: meeting for meeting in meetings for side in meeting}
+    else:
+        event |= {side: (send, receive) for send, receive in peers.items() for side in (send, receive)}
     waits.add_nodes_from(event.values())
+    waits.add_edges_from((event[need], event[position]) for position, needs in exchanges.items() for need in needs)
     for rank, row in enumerate(rows):
         order = pairwise(range(len(row))) if model == "block" else _sends_free(row, places, streams=model == "pairfifo")
         waits.add_edges_from((event[rank, before], event[rank, after]) for before, after in order)
@@ -199,7 +219,8 @@ def _deadlock(rows: Rows, waits: Waits, model: str) -> VerificationError:
 
     cyclic = [events for events in nx.strongly_connected_components(waits) if len(events) > 1]
     never = {event for events in cyclic for event in events}
-    never |= {after for event in never for after in nx.descendants(waits, event)}
+    for layer in list(nx.bfs_layers(waits, never)):
+        never.update(layer)
     stuck: dict[int, int] = {}
     for rank, step in sorted(position for event in never for position in event):
         stuck.setdefault(rank, step)
@@ -214,4 +235,4 @@ def _deadlock(rows: Rows, waits: Waits, model: str) -> VerificationError:
 
 def _is_talk(rows: Rows, event: Event) -> bool:
     rank, step = event[0]
-    return rows[rank][step].kind in TRANSFERS | COLLECTIVES
+    return rows[rank][step].kind in TRANSFERS | SHARED

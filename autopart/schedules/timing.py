@@ -5,7 +5,6 @@ The one sweep behind validation, lowering and simulation.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -43,31 +42,37 @@ def run_time(
     An action starts when its rank is free and what it, or a member of it, `needs` has ended and has come over the link
     from there. `link` is asked for pairs of actions (or members) of different ranks. An action occurs once in the rows.
     """
-    home = {part: rank for rank, row in enumerate(rows) for action in row for part in action.parts}
-    wanted: dict[Action, list[Action]] = defaultdict(list)
-    for part in home:
+    parts = [part for row in rows for action in row for part in action.parts]
+    home = [rank for rank, row in enumerate(rows) for action in row for _ in action.parts]
+    number = {part: place for place, part in enumerate(parts)}
+    wanted: list[list[int]] = [[] for _ in parts]
+    for place, part in enumerate(parts):
         for need in needs[part]:
-            wanted[need].append(part)
-    missing = {part: len(needs[part]) for part in home}
-    ready = dict.fromkeys(home, 0.0)
+            if need in number:
+                wanted[number[need]].append(place)
+    missing = [len(needs[part]) for part in parts]
+    ready = [0.0] * len(parts)
     held: dict[tuple[int, int], float] = {}
     intervals: list[list[Interval]] = [[] for _ in rows]
+    next_part = [home.index(rank) if rank in home else 0 for rank in range(len(rows))]
     runnable = list(range(len(rows)))
     while runnable:
         rank = runnable.pop()
         row, done = rows[rank], intervals[rank]
         while len(done) < len(row):
-            action = row[len(done)]
-            if any(missing[part] for part in action.parts):
+            action, first = row[len(done)], next_part[rank]
+            members = range(first, first + len(action.parts))
+            if any(missing[member] for member in members):
                 break
-            start = max(done[-1][1] if done else 0, *(ready[part] for part in action.parts))
+            start = max(done[-1][1] if done else 0, *(ready[member] for member in members))
             end = start + cost(action)
             done.append((start, end))
-            for part in action.parts:
-                for after in wanted[part]:
+            next_part[rank] = members.stop
+            for member in members:
+                for after in wanted[member]:
                     peer, arrival = home[after], end
                     if peer != rank:
-                        over = link(part, after)
+                        over = link(parts[member], parts[after])
                         if over.transfer:
                             arrival = max(end, held.get((rank, peer), 0)) + over.transfer
                             held[rank, peer] = arrival

@@ -7,12 +7,12 @@ from dataclasses import replace
 from itertools import product
 
 from autopart.ir.action import Action, Kind, Schedule, Weights
-from autopart.schedules.dependencies import dependencies
+from autopart.schedules.dependencies import Needs, dependencies
 from autopart.schedules.text import grid
-from autopart.schedules.timing import run_time
+from autopart.schedules.timing import Interval, run_time
 
-COMPUTE = frozenset({Kind.F, Kind.B, Kind.I, Kind.W, Kind.PAIR, Kind.S, Kind.T, Kind.OPT})
-"""What a schedule's table may hold."""
+UNIT = {Kind.F: 1, Kind.I: 1, Kind.W: 1, Kind.B: 2, Kind.PAIR: 3, Kind.S: 1, Kind.T: 1, Kind.OPT: 0}
+"""What a schedule's table may hold, and what `unit_cost` says of it."""
 
 Position = tuple[int, int]
 """Rank and step."""
@@ -32,12 +32,24 @@ def validate(schedule: Schedule) -> None:
     schedule that passes also terminates under any other set of edges between stages, since the chain orders all of
     them.
     """
+    examine(schedule)
+
+
+def examine(schedule: Schedule) -> tuple[Needs, list[list[Interval]]]:
+    """What `validate` found on its way: what each action needs, and when it runs at unit costs, row by row."""
     _check_settings(schedule)
     where = _positions(schedule)
     _check_complete(schedule, where)
     needs = dependencies(schedule)
     _check_local_order(schedule, where, needs)
-    _check_terminates(schedule, needs)
+    intervals = run_time(schedule.table, needs, cost=unit_cost)
+    _check_terminates(schedule, needs, intervals)
+    return needs, intervals
+
+
+def unit_cost(action: Action) -> float:
+    """The time of an action if all stages were alike: 1 for F, I, W, S and T."""
+    return UNIT[action.kind]
 
 
 def _check_settings(schedule: Schedule) -> None:
@@ -89,7 +101,7 @@ def _positions(schedule: Schedule) -> dict[Action, Position]:
 def _fault(schedule: Schedule, rank: int, action: Action) -> str:
     """What is wrong with an action by itself, or nothing."""
     bare = (action.peer, action.unit, action.members) == (-1, "", ())
-    if action.kind not in COMPUTE or not bare:
+    if action.kind not in UNIT or not bare:
         return "is not one of F, B, I, W, S, T and OPT, or a PAIR of an F and a B"
     if not 0 <= action.stage < schedule.stages:
         return f"names stage {action.stage}, but stages are 0 to {schedule.stages - 1}"
@@ -148,7 +160,7 @@ def _check_updates(schedule: Schedule, where: Where) -> None:
         )
 
 
-def _check_local_order(schedule: Schedule, where: Where, needs: Mapping[Action, tuple[Action, ...]]) -> None:
+def _check_local_order(schedule: Schedule, where: Where, needs: Needs) -> None:
     for action, (rank, step) in where.items():
         for need in needs[action]:
             peer, other = where[need]
@@ -161,8 +173,7 @@ def _check_local_order(schedule: Schedule, where: Where, needs: Mapping[Action, 
                 )
 
 
-def _check_terminates(schedule: Schedule, needs: Mapping[Action, tuple[Action, ...]]) -> None:
-    intervals = run_time(schedule.table, needs, cost=lambda action: 1)
+def _check_terminates(schedule: Schedule, needs: Needs, intervals: list[list[Interval]]) -> None:
     stuck = {(rank, len(done)): "" for rank, done in enumerate(intervals) if len(done) < len(schedule.table[rank])}
     if stuck:
         rows = zip(schedule.table, intervals, strict=True)
@@ -171,9 +182,7 @@ def _check_terminates(schedule: Schedule, needs: Mapping[Action, tuple[Action, .
         raise _refusal(schedule, stuck, f"the table never ends: {waits}")
 
 
-def _waits(
-    schedule: Schedule, stuck: Mapping[Position, str], done: set[Action], needs: Mapping[Action, tuple[Action, ...]]
-) -> Iterator[str]:
+def _waits(schedule: Schedule, stuck: Mapping[Position, str], done: set[Action], needs: Needs) -> Iterator[str]:
     for rank, step in stuck:
         action = schedule.table[rank][step]
         missing = next(need for part in action.parts for need in needs[part] if need not in done)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
+from hypothesis import reject
 from hypothesis import strategies as st
 
 from autopart import _torch
@@ -17,6 +18,7 @@ from autopart.ir.mesh import Mesh
 from autopart.ir.placement import PRESETS
 from autopart.ir.plan import Plan
 from autopart.passes.segment import segment
+from autopart.solver.memory import SCHEDULES
 
 
 @st.composite
@@ -37,7 +39,10 @@ def schedules(draw: st.DrawFn, max_ranks: int = 4, max_microbatches: int = 8) ->
     """Schedules of every family, up to a size."""
     name = draw(st.sampled_from([family.name for family in families.names()]))
     ranks, microbatches = draw(st.integers(1, max_ranks)), draw(st.integers(1, max_microbatches))
-    return families.build(name, ranks=ranks, microbatches=microbatches)
+    try:
+        return families.build(name, ranks=ranks, microbatches=microbatches)
+    except ValueError:  # the family does not take these numbers
+        reject()
 
 
 @st.composite
@@ -66,7 +71,7 @@ def plans(
         mesh=mesh,
         stages=[names[cut] for cut in cuts] if cuts else None,
         placement=draw(st.sampled_from(PRESETS)),
-        schedule=draw(st.sampled_from([family.name for family in families.names()])),
+        schedule=draw(st.sampled_from(SCHEDULES)),
         microbatches=draw(st.integers(1, captured.batch // mesh.degree("dp"))),
     )
 

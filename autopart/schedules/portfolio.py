@@ -1,0 +1,87 @@
+"""The orders from which `auto` starts: published families, and 1F1B with more or fewer forwards to warm up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from autopart.ir.action import Action, Kind, Schedule
+from autopart.schedules import flush, groups, interleaved, vshape, zero_bubble
+from autopart.schedules.fill import Ahead, fill
+from autopart.schedules.problem import Problem
+from autopart.schedules.rows import Row, loop, wave
+
+PATIENCE = (0.0, 0.5, 1.0)
+AHEAD: tuple[Ahead, ...] = ("never", "idle", "eager")
+
+
+def families(problem: Problem) -> Iterator[Schedule]:
+    """The published schedules on the problem's placement, each of which may hold too much."""
+    p, m, v = problem.ranks, problem.microbatches, problem.chunks
+    if v == 1:
+        yield from (make(p, m) for make in (zero_bubble.zb_h1, zero_bubble.zb_h2, flush.one_f_one_b, flush.gpipe))
+    elif problem.place == loop(p, v):
+        yield from (
+            make(p, m, chunks=v)
+            for make in (
+                interleaved.interleaved_zb,
+                interleaved.interleaved,
+                groups.gis,
+                groups.zeropp,
+                interleaved.bfs,
+            )
+        )
+    if v == 2 and problem.place == wave(p, v):
+        yield from (
+            make(p, m) for make in (vshape.zb_v, vshape.v_half, vshape.v_min, vshape.v_zb, vshape.v_1f1b)
+        )  # fmt: skip
+    if v % 2 == 0 and problem.place == wave(p, v):
+        yield groups.hanayo(p, m, waves=v // 2)
+
+
+def orders(problem: Problem) -> Iterator[list[Row]]:
+    """Orders of F and I (or B), to be filled with W: warm-ups of 1F1B, each family's, one microbatch at a time."""
+    p, m = problem.ranks, problem.microbatches
+    backward = Kind.B if problem.whole else Kind.I
+    if problem.chunks == 1:
+        for extra in range(p):
+            yield [zero_bubble.warmed(r, p, m, extra, problem.limit, backward) for r in range(p)]
+    else:
+        for schedule in families(problem):
+            yield [unfilled(row, backward) for row in schedule.table]
+    yield [_one_at_a_time(stages, m, backward) for stages in problem.held]
+
+
+def filled(problem: Problem, rows: Sequence[Row]) -> Iterator[tuple[Row, ...]]:
+    """The order with its W filled in, in several ways; W come at once where backwards are whole."""
+    for ahead in AHEAD if problem.chunks > 1 else AHEAD[:1]:
+        for patience in (0.0,) if problem.whole else PATIENCE:
+            yield fill(rows, problem.clock(), problem.limit, ahead=ahead, patience=patience)
+
+
+def unfilled(row: Row, backward: Kind) -> Row:
+    """A row without its W, its backwards of one kind."""
+    return tuple(
+        action if action.kind is Kind.F else Action(backward, action.stage, action.microbatch)
+        for action in row
+        if action.kind is not Kind.W
+    )
+
+
+def fused(row: Row) -> Row:
+    """A row with a B where an I stands right before its W."""
+    made: list[Action] = []
+    for action in row:
+        if action.kind is Kind.W and made[-1] == Action(Kind.I, action.stage, action.microbatch):
+            made[-1] = Action(Kind.B, action.stage, action.microbatch)
+        else:
+            made.append(action)
+    return tuple(made)
+
+
+def _one_at_a_time(stages: Sequence[int], microbatches: int, backward: Kind) -> Row:
+    return tuple(
+        Action(kind, stage, microbatch)
+        for microbatch in range(microbatches)
+        for kind, order in ((Kind.F, stages), (backward, reversed(stages)))
+        for stage in order
+    )

@@ -1,0 +1,72 @@
+"""Vocabulary parallelism: within half an S of 1F1B, one microbatch more a barrier, no deadlock at any size."""
+
+from dataclasses import replace
+
+import pytest
+
+from autopart.schedules import build, lower, read, simulate, validate
+from autopart.schedules.dependencies import chain
+from autopart.schedules.progress import check
+
+SIZES = [(p, m) for p in (1, 2, 3, 5, 8) for m in (1, 2, 7, 2 * p + 1)]
+
+
+@pytest.mark.parametrize("barriers", [1, 2])
+def test_every_size_ends(barriers):
+    for p, m in SIZES:
+        schedule = build("vocab", ranks=p, microbatches=m, barriers=barriers)
+        validate(schedule)
+        assert read(str(schedule), name=schedule.name) == schedule
+        check(lower(schedule, chain(p)).table, schedule.place, (), barriers)
+        peaks = simulate(schedule).peak_activations
+        assert all(held <= min(m, p - rank + barriers) for rank, held in enumerate(peaks))
+
+
+def test_the_bubble_does_not_grow_with_the_microbatches():
+    costs = {"F": 1, "I": 1, "W": 1, "S": 0.3}
+    bubbles = [simulate(build("vocab", ranks=4, microbatches=m), costs).flush_bubble for m in (8, 16, 32)]
+    assert bubbles == pytest.approx([8.85] * 3)
+
+
+def test_the_last_backward_waits_for_all_ranks():
+    """A slow first rank holds up the last one's backward, through its S with one barrier, through its T with two."""
+    for barriers, waits in ((1, "0S0"), (2, "0T0")):
+        schedule = build("vocab", ranks=3, microbatches=1, barriers=barriers)
+        slow = {"F": 1, "B": 2, waits[1]: (10, 1, 1), **({"T": 0} if waits[1] == "S" else {"S": 1})}
+        spans = {str(span.action): span for span in simulate(schedule, slow).spans}
+        assert spans["2B0"].start == spans[waits].end == (13 if barriers == 1 else 14)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("1S1,", "", "rank 1: 1S1 is missing"),
+        ("2T2", "2T2,2T3", "2T3 names microbatch 3"),
+        ("2F0,2S0", "2S0,2F0", "2S0 comes before 2F0, which it needs"),
+        ("2S0,2F1,2B0", "2F1,2B0,2S0", "2B0 comes before 2S0, which it needs"),
+    ],
+)
+def test_planted_faults(old, new, message):
+    text = str(build("vocab", ranks=3, microbatches=3))
+    assert old in text
+    with pytest.raises(ValueError, match=message):
+        validate(replace(read(text.replace(old, new, 1)), microbatches=3))
+
+
+def test_collectives_in_another_order_are_refused():
+    """Such rows validate, but the ranks would take one exchange for the other."""
+    schedule = build("vocab", ranks=2, microbatches=2)
+    text = str(schedule).replace("0S1,0T0", "0T0,0S1")
+    changed = read(text, name="vocab")
+    validate(changed)
+    with pytest.raises(Exception, match=r"S and T number 1: 0T0 on rank 0, but 1S1 on rank 1; all ranks perform them"):
+        check(lower(changed, chain(2)).table, changed.place, (), 1)
+
+
+def test_what_it_does_not_take():
+    with pytest.raises(ValueError, match="barriers must be 1 or 2, not 3"):
+        build("vocab", ranks=2, microbatches=2, barriers=3)
+    with pytest.raises(ValueError, match="needs one stage a rank"):
+        validate(replace(read("0F0,1F0,1B0,0B0"), barriers=1))
+    with pytest.raises(ValueError, match="barriers must be 0, 1 or 2, not 3"):
+        validate(replace(read("0F0,0B0"), barriers=3))
