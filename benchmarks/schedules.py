@@ -14,7 +14,6 @@ import argparse
 import statistics
 import time
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -27,6 +26,7 @@ from autopart.runtime.transport import Pending
 from autopart.schedules.dependencies import chain
 
 TARGET = 0.05
+FAMILIES = [*(family.name for family in schedules.names()), "vocab(barriers=2)"]
 MESSAGE = (1024,)
 
 
@@ -46,14 +46,47 @@ def costs(schedule: Schedule, cost: float) -> dict[str, float]:
     return {"F": share, "I": share, "W": share, "S": share}
 
 
+class Meetings:
+    """What all ranks do together for an output layer split over them, each part in a group, and an order, of its own.
+
+    F of the last stage goes to every rank, for its S; then S of all ranks, and T of all ranks, are waited for.
+    """
+
+    def __init__(self) -> None:
+        self.groups = {kind: dist.new_group() for kind in (Kind.F, Kind.S, Kind.T)}
+        self.begun: dict[tuple[Kind, int], dist.Work | None] = {}
+
+    def before(self, schedule: Schedule, action: Action) -> None:
+        """Wait for what an action needs of all ranks."""
+        last, source = schedule.stages - 1, schedule.place[-1]
+        if action.kind is Kind.S and dist.get_rank() != source:
+            dist.broadcast(torch.zeros(MESSAGE), source, group=self.groups[Kind.F])
+        elif action.kind is Kind.T or (action.kind in (Kind.B, Kind.I) and action.stage == last):
+            kind = Kind.T if action.kind is not Kind.T and schedule.barriers == 2 else Kind.S
+            work = self.begun.get((kind, action.microbatch))
+            if work is not None:
+                work.wait()
+
+    def after(self, schedule: Schedule, action: Action) -> None:
+        """Begin what other ranks need of an action."""
+        if action.kind is Kind.F and action.stage == schedule.stages - 1:
+            source = schedule.place[-1]
+            dist.broadcast(torch.zeros(MESSAGE), source, group=self.groups[Kind.F], async_op=True)
+        elif action.kind in (Kind.S, Kind.T):
+            work = dist.all_reduce(torch.zeros(MESSAGE), group=self.groups[action.kind], async_op=True)
+            self.begun[action.kind, action.microbatch] = work
+
+
 class Player:
     """Plays one rank's row of a lowered schedule."""
 
-    def __init__(self, scheduled: Scheduled, transport: ProcessTransport, seconds: dict[Action, float]) -> None:
+    def __init__(
+        self, scheduled: Scheduled, transport: ProcessTransport, seconds: dict[Action, float], meetings: Meetings
+    ) -> None:
         self.schedule, self.row = scheduled.schedule, scheduled.table[transport.rank]
         self.transport, self.seconds = transport, seconds
         self.everyone = tuple(range(transport.size))
-        self.meetings: dict[tuple[Kind, int], Pending[torch.Tensor]] = {}
+        self.meetings = meetings if self.schedule.barriers else None
 
     def play(self) -> float:
         """Run the row; seconds from the common start to this rank's end."""
@@ -69,7 +102,11 @@ class Player:
                 case _:
                     for need in [recv for recv in arrived if feeds(recv, action)]:
                         arrived.pop(need).wait()
+                    if self.meetings is not None:
+                        self.meetings.before(self.schedule, action)
                     time.sleep(self.seconds[action])
+                    if self.meetings is not None:
+                        self.meetings.after(self.schedule, action)
         self.transport.flush()
         return time.perf_counter() - start
 
@@ -94,15 +131,16 @@ def measure(names: Sequence[str], cost: float, rounds: int) -> None:
     dist.init_process_group("gloo")
     transport = join("cpu")
     transport.prepare([tuple(range(transport.size))])
+    meetings = Meetings()
     found: dict[str, tuple[float, list[float], int]] = {}
     for name in names:
         schedule = built(name, transport.size)
-        if schedule is None or schedule.barriers:
+        if schedule is None:
             continue
         timeline = schedules.simulate(schedule, costs(schedule, cost))
         seconds = {span.action: span.end - span.start for span in timeline.spans}
         scheduled = schedules.lower(schedule, chain(schedule.stages))
-        player = Player(scheduled, transport, seconds)
+        player = Player(scheduled, transport, seconds, meetings)
         taken = [max(transport.all_gather_object(player.play(), player.everyone)) for _ in range(rounds)]
         found[name] = (timeline.makespan, taken, schedule.microbatches)
     report(found)
@@ -113,7 +151,7 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", default="2,4,8")
-    parser.add_argument("--only", default=",".join(family.name for family in schedules.names()))
+    parser.add_argument("--only", default=",".join(FAMILIES))
     parser.add_argument("--cost", type=float, default=20.0, help="milliseconds of one stage's F, I or W")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
