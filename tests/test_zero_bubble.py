@@ -32,7 +32,7 @@ def test_the_rates_of_the_zero_bubble_paper(row: dict[str, Any]) -> None:
 
 
 def test_closed_forms_of_bubble_and_peak() -> None:
-    for p, m in SIZES:
+    for p, m in SAMPLE:
         for f, i, w in ((1, 1, 1), (3, 4, 2), (4, 3, 3)):
             made = {name: build(name, ranks=p, microbatches=m) for name in ("zb-h1", "zb-h2", "2bp-1f1b", "2bp-gpipe")}
             ran = {name: simulate(schedule, costs={"F": f, "I": i, "W": w}) for name, schedule in made.items()}
