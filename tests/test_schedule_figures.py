@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from autopart.schedules import build, lower, simulate, slice_lengths, staleness, validate
+from autopart.schedules import build, lower, names, read, simulate, slice_lengths, staleness, validate
 from autopart.schedules.dependencies import chain
 from autopart.schedules.progress import check
 
@@ -46,3 +46,26 @@ def test_slice_lengths(row):
     )
     assert found == pytest.approx(row["time"])
     assert list(lengths) == row["lengths"]
+
+
+LARGE = {"paci": 248}  # steps come every 31 microbatches there
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", [family.name for family in names()])
+def test_every_family_is_checked_at_32_ranks_and_256_microbatches(name):
+    schedule = build(name, ranks=32, microbatches=LARGE.get(name, 256))
+    lowered = lower(schedule, chain(schedule.stages))
+    check(lowered.table, schedule.place, schedule.mirrors, schedule.barriers)
+    assert simulate(schedule).flush_bubble >= -1e-6
+
+
+@pytest.mark.parametrize("name", [family.name for family in names()])
+def test_every_family_ends_under_all_progress_models_and_reads_back(name):
+    for ranks, microbatches in ((1, 2), (2, 4), (4, 12), (6, 30)):
+        if ranks == 1 and name in ("bitpipe", "dualpipe"):
+            continue  # they take even numbers of ranks
+        schedule = build(name, ranks=ranks, microbatches=microbatches)
+        assert read(str(schedule), name=schedule.name) == schedule
+        lowered = lower(schedule, chain(schedule.stages))
+        check(lowered.table, schedule.place, schedule.mirrors, schedule.barriers)
