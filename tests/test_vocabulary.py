@@ -1,9 +1,14 @@
 """Vocabulary parallelism: within half an S of 1F1B, one microbatch more a barrier, no deadlock at any size."""
 
+import random
+from collections import deque
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from autopart.ir.action import Action, Kind, Schedule
 from autopart.schedules import build, lower, read, simulate, validate
 from autopart.schedules.dependencies import chain
 from autopart.schedules.progress import check
@@ -20,6 +25,55 @@ def test_every_size_ends(barriers):
         check(lower(schedule, chain(p)).table, schedule.place, (), barriers)
         peaks = simulate(schedule).peak_activations
         assert all(held <= min(m, p - rank + barriers) for rank, held in enumerate(peaks))
+
+
+@st.composite
+def split_outputs(draw):
+    """Any rows of F, S, T and B that end, each rank with S and T in one order."""
+    ranks, microbatches, barriers = draw(st.integers(1, 4)), draw(st.integers(1, 4)), draw(st.integers(1, 2))
+    rng = random.Random(draw(st.integers(0, 10**9)))
+    left = {kind: list(range(microbatches)) for kind in "ST"}
+    shared = []
+    while left["T"]:
+        begun = left["S"] and (not shared or rng.random() < 0.6 or len(left["S"]) == len(left["T"]))
+        shared.append(("S" if begun else "T", left["S" if begun else "T"].pop(0)))
+    rows, done, last = [[] for _ in range(ranks)], set(), ranks - 1
+    streams = [
+        {"F": deque(range(microbatches)), "B": deque(range(microbatches)), "X": deque(shared)} for _ in range(ranks)
+    ]
+
+    def ready(rank, kind, number):
+        everywhere = lambda kind: {(kind, each, number) for each in range(ranks)}  # noqa: E731
+        if kind == "F":
+            needs = {("F", rank - 1, number)} if rank else set()
+        elif kind == "B":
+            needs = {("F", rank, number)}
+            needs |= {("B", rank + 1, number)} if rank < last else everywhere("S" if barriers == 1 else "T")
+        else:
+            needs = {("F", last, number)} if kind == "S" else everywhere("S")
+        return needs <= done
+
+    def heads():
+        for rank, stream in enumerate(streams):
+            for name, queue in stream.items():
+                if queue:
+                    kind, number = queue[0] if name == "X" else (name, queue[0])
+                    if ready(rank, kind, number):
+                        yield rank, name, kind, number
+
+    while options := list(heads()):
+        rank, name, kind, number = rng.choice(options)
+        streams[rank][name].popleft()
+        done.add((kind, rank, number))
+        rows[rank].append(Action(Kind(kind), rank, number))
+    return Schedule("random", microbatches, tuple(range(ranks)), tuple(map(tuple, rows)), barriers=barriers)
+
+
+@given(split_outputs())
+def test_any_rows_that_end_still_do_with_their_messages(schedule):
+    validate(schedule)
+    lowered = lower(schedule, chain(schedule.ranks))
+    check(lowered.table, schedule.place, (), schedule.barriers)
 
 
 def test_the_bubble_does_not_grow_with_the_microbatches():
