@@ -7,7 +7,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from autopart.ir.action import Action, Kind, Schedule, Weights
-from autopart.schedules import build, read, validate
+from autopart.schedules import build, read, simulate, validate
 from tests.schedule_strategies import schedules
 
 TEXT = str(build("1f1b", ranks=3, microbatches=4))
@@ -141,3 +141,11 @@ def test_slices_come_in_the_order_that_attention_asks_for():
     ):
         with pytest.raises(ValueError, match=message):
             validate(read(text))
+
+
+def test_a_pipe_that_no_microbatch_travels_may_not_leave_a_rank_idle():
+    alone = Schedule("idle", 1, (0,), (read("0F0,0B0").table[0], ()), mirrors=((1,),))
+    with pytest.raises(ValueError, match="rank 1 has nothing to do: no microbatch travels its pipe"):
+        validate(alone)
+    with pytest.raises(ValueError, match="rank 1 has nothing to do"):
+        simulate(alone)

@@ -5,13 +5,22 @@ from collections import deque
 from dataclasses import replace
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from autopart.capture import capture
+from autopart.capture import read as read_call
+from autopart.cluster import Cluster
 from autopart.ir.action import Action, Kind, Schedule
+from autopart.passes.costs import costs
+from autopart.passes.normalise import normalise
+from autopart.passes.segment import segment
 from autopart.schedules import build, lower, read, simulate, validate
 from autopart.schedules.dependencies import chain
 from autopart.schedules.progress import check
+from autopart.solver.timing import segment_seconds
+from tests.models import GPT
 
 SIZES = [(p, m) for p in (1, 2, 3, 5, 8) for m in (1, 2, 7, 2 * p + 1)]
 
@@ -124,3 +133,27 @@ def test_what_it_does_not_take():
         validate(replace(read("0F0,1F0,1B0,0B0"), barriers=1))
     with pytest.raises(ValueError, match="barriers must be 0, 1 or 2, not 3"):
         validate(replace(read("0F0,0B0"), barriers=3))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("vocabulary", "least", "most"), [(32768, 1.05, 1.08), (262144, 1.4, 1.51)])
+def test_what_it_gains_over_the_layer_on_the_last_stage(vocabulary, least, most):
+    """64 blocks of width 4096 on 8 ranks, timed by the captured graph of two of them and the output layer."""
+    with torch.device("meta"):
+        model = GPT(2, 4096, 32, vocabulary, 2048, skips=False, tied=False).bfloat16()
+    ids = torch.zeros(2, 2048, dtype=torch.long)
+    found = segment(normalise(capture(model, read_call(model, (ids, ids), None), route="direct")))
+    cluster = Cluster.preset("h100-80", per_node=8)
+    seconds = [segment_seconds(cost.at(1), cluster) for cost in costs(found)]
+    (forward, backward), head = seconds[-2], seconds[-1]
+    ranks, blocks, microbatches = 8, 8, 128
+
+    def last(block, more):
+        return [*[blocks * block] * (ranks - 1), blocks * block + more]
+
+    whole = {"F": last(forward, head[0]), "B": last(backward, head[1])}
+    shared = {"F": blocks * forward, "B": blocks * backward, "S": sum(head) / ranks}
+    naive = simulate(build("1f1b", ranks=ranks, microbatches=microbatches), whole).makespan
+    for barriers in (1, 2):
+        split = build("vocab", ranks=ranks, microbatches=microbatches, barriers=barriers)
+        assert least <= naive / simulate(split, shared).makespan <= most

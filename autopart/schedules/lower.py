@@ -36,9 +36,9 @@ def lower(schedule: Schedule, edges: Edges) -> Scheduled:
     `edges` holds (source stage, target stage) pairs. Forward ones (source < target, also long skips) carry the outputs
     of F(source) to F(target) of the same microbatch and slice; backward ones (source > target) the gradients from B or
     I to B or I. Between stages of one rank nothing is sent. A SEND follows its producer with nothing but other
-    transfers between; a RECV stands before its consumer. What S and T exchange is their own: all ranks perform them
-    together. Raises ValueError for edges between stages that are not there, and what
-    `validate` raises.
+    transfers between; a RECV stands before its consumer, and before what waits for an exchange of S or T that takes
+    longer (these exchanges are no messages of pairs: all ranks take part). Raises ValueError for edges between stages
+    that are not there, and what `validate` raises.
     """
     for source, target in sorted(edges):
         if source == target or not {source, target} <= set(range(schedule.stages)):

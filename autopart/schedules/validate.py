@@ -143,6 +143,9 @@ def _check_complete(schedule: Schedule, where: Where) -> None:
         for kind in (Kind.F, *backward, *shares):
             if (kind, *unit) not in known:
                 raise _missing(schedule, Action(kind, *unit), where)
+    if not all(schedule.table):
+        idle = [bool(row) for row in schedule.table].index(False)
+        raise ValueError(f"schedule {schedule.name!r}: rank {idle} has nothing to do: no microbatch travels its pipe")
     if schedule.weights is not Weights.SYNC:
         _check_updates(schedule, where)
 
