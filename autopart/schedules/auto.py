@@ -9,7 +9,7 @@ from time import perf_counter
 
 from autopart.ir.action import Kind, Schedule
 from autopart.schedules.bound import lower_bound
-from autopart.schedules.improve import improve
+from autopart.schedules.improve import improve, tune
 from autopart.schedules.portfolio import families, filled, fused, orders
 from autopart.schedules.problem import Problem, problems
 from autopart.schedules.rows import Row
@@ -18,8 +18,11 @@ from autopart.schedules.simulate import Timeline, simulate
 EFFORT = 200_000
 """How many actions the search may run in all; it always runs the published schedules that fit."""
 
-TRIALS = 1000
-"""The most runs of a local search."""
+STARTS = 5
+"""From how many orders local search sets out."""
+
+TRIALS = 2000
+"""The most runs that all local searches make together."""
 
 PROVEN = "optimal"
 
@@ -111,20 +114,34 @@ def _prove(asked: Sequence[Problem], best: _Candidate, seconds: float) -> tuple[
 
 
 def _search(problem: Problem, effort: int) -> _Candidate:
-    """The best of the portfolio, improved; it stops where the bound is reached."""
+    """The best of the portfolio, or what its best ones are improved to; the search stops where the bound is reached."""
     target = lower_bound(problem) * (1 + CLOSE)
-    best, spent = None, 0
+    met: dict[float, _Candidate] = {}
+    spent = 0
     for name, rows in _candidates(problem):
         length = problem.measure(rows)
         spent += sum(map(len, rows))
-        if length < math.inf and (best is None or length < best.length * (1 - CLOSE)):
-            best = _Candidate(problem, name, rows, length)
-        if best is not None and (best.length <= target or spent > effort):
+        if length < math.inf:
+            met.setdefault(length, _Candidate(problem, name, rows, length))
+        if met and (min(met) <= target or spent > effort):
             break
-    assert best is not None, "one microbatch at a time always fits"
-    trials = min(TRIALS, max(0, effort - spent) // sum(map(len, best.rows)))
-    rows = improve(problem, best.rows, target=target, trials=trials)
-    return best if rows == best.rows else _Candidate(problem, "auto", rows, problem.measure(rows))
+    if min(met) > target and problem.chunks == 1:
+        rows = tune(problem, target=target, trials=_share(effort - spent, met[min(met)].rows))
+        length = problem.measure(rows)
+        met.setdefault(length, _Candidate(problem, "auto", rows, length))
+    starts = [met[length] for length in sorted(met)[:STARTS]]
+    best = starts[0]
+    for start in starts:
+        if best.length > target:
+            trials = _share(effort - spent, start.rows) // len(starts)
+            rows = improve(problem, start.rows, target=target, trials=trials)
+            best = min(best, _Candidate(problem, "auto", rows, problem.measure(rows)), key=lambda each: each.length)
+    return best
+
+
+def _share(effort: int, rows: Sequence[Row]) -> int:
+    """How many runs of these rows the effort allows."""
+    return min(TRIALS, max(0, effort) // sum(map(len, rows)))
 
 
 def _candidates(problem: Problem) -> Iterator[tuple[str, tuple[Row, ...]]]:

@@ -43,8 +43,10 @@ def orders(problem: Problem) -> Iterator[list[Row]]:
     p, m = problem.ranks, problem.microbatches
     backward = Kind.B if problem.whole else Kind.I
     if problem.chunks == 1:
-        for extra in range(p):
-            yield [zero_bubble.warmed(r, p, m, extra, problem.limit, backward) for r in range(p)]
+        room = problem.limit - p
+        for extra in sorted(range(p), key=lambda extra: abs(extra - room)):  # the likely ones first
+            counts = zero_bubble.warmups(p, m, extra, problem.limit)
+            yield zero_bubble.warmed(counts, m, backward)
     else:
         for schedule in families(problem):
             yield [unfilled(row, backward) for row in schedule.table]
