@@ -21,7 +21,7 @@ EFFORT = 200_000
 STARTS = 5
 """From how many orders local search sets out."""
 
-TRIALS = 2000
+TRIALS = 1000
 """The most runs that all local searches make together."""
 
 PROVEN = "optimal"

@@ -2,8 +2,8 @@
 
 What makes a run long is a chain of actions each of which starts when the one before it has ended (or its value has
 come). Only a change to that chain can shorten the run, so only its actions move, within the stretch of work that they
-are in. The best move is made even if it does not help, and rows that were met are not met again, so that the search
-leaves local optima (tabu search).
+are in: the first move that helps is made, else the best one, and rows that were met are not met again, so that the
+search leaves local optima (tabu search).
 """
 
 from __future__ import annotations
@@ -26,21 +26,22 @@ Move = tuple[int, int, int]
 def improve(problem: Problem, rows: Sequence[Row], *, target: float, trials: int) -> tuple[Row, ...]:
     """The best rows met on the way from these, until `target` is reached or `trials` runs have been made."""
     current = best = tuple(rows)
-    shortest = problem.measure(best)
+    shortest = length = problem.measure(best)
     met = {best}
     while trials > 0 and shortest > target:
-        found: tuple[float, tuple[Row, ...]] | None = None
+        before, length = length, math.inf
         for move in moves(problem, current):
             changed = _moved(current, move)
             if changed in met:
                 continue
-            length = problem.measure(changed)
             trials -= 1
-            if length < math.inf and (found is None or length < found[0]):
-                found = length, changed
-        if found is None:
+            if (found := problem.measure(changed)) < length:
+                length, following = found, changed
+            if length < before or trials <= 0:
+                break
+        if length == math.inf:
             break
-        length, current = found
+        current = following
         met.add(current)
         if length < shortest:
             shortest, best = length, current
