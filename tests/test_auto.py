@@ -131,19 +131,20 @@ def rate(row: dict[str, Any], limit: int) -> float:
 
 def test_published_profiles_with_the_memory_of_1f1b() -> None:
     for row in RATES:
-        assert rate(row, row["ranks"]) <= row["zb-h1"], row
+        if row["ranks"] <= 16:
+            assert rate(row, row["ranks"]) <= row["zb-h1"], row
 
 
 @pytest.mark.parametrize(("model", "double"), [("1.5B", 0.1015), ("6.2B", 0.0607)])
 def test_published_profiles_with_twice_the_memory(model: str, double: float) -> None:
     row = next(row for row in RATES if (row["model"], row["microbatches"]) == (model, 24))
-    assert rate(row, 15) <= row["zb-h2"]
     assert rate(row, 16) <= double
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("row", RATES, ids=lambda row: f"{row['model']}-m{row['microbatches']}")
-def test_published_profiles_with_room_for_zb_h2(row: dict[str, Any]) -> None:
+def test_every_published_profile(row: dict[str, Any]) -> None:
+    assert rate(row, row["ranks"]) <= row["zb-h1"]
     assert rate(row, 2 * row["ranks"] - 1) <= row["zb-h2"]
 
 
@@ -168,6 +169,8 @@ def test_two_stages_a_rank_on_the_better_placement() -> None:
     costs = {kind: [1.0] * 4 for kind in "FIW"}
     loop, vee = (auto(2, 4, costs, limit=2, optimizer=optimizer) for optimizer in ("barrier", "per-rank"))
     assert (loop.schedule.name, loop.schedule.place, loop.length) == ("interleaved-zb", (0, 1, 0, 1), 25)
+    three = auto(2, 4, {kind: [1.0] * 6 for kind in "FIW"}, limit=2).schedule
+    assert build(three.name, ranks=2, microbatches=4) == three and three.name == "interleaved-zb(chunks=3)"
     assert (vee.schedule.name, vee.schedule.place, vee.length) == ("zb-v", (0, 1, 1, 0), 24)
 
 

@@ -7,16 +7,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 
-from autopart.ir.action import Kind, Schedule
+from autopart.ir.action import Boundary, Kind, Schedule
 from autopart.schedules.bound import lower_bound
 from autopart.schedules.improve import improve, tune
 from autopart.schedules.portfolio import families, filled, fused, orders
 from autopart.schedules.problem import Problem, problems
+from autopart.schedules.prove import Question
 from autopart.schedules.rows import Row
 from autopart.schedules.simulate import Timeline, simulate
 
 EFFORT = 200_000
-"""How many actions the search may run in all; it always runs the published schedules that fit."""
+"""About how many actions a search runs in its portfolio and, after it, in its local search."""
 
 STARTS = 5
 """From how many orders local search sets out."""
@@ -81,7 +82,8 @@ def auto(
     if prove and best.length > bound * (1 + CLOSE):
         best, certificate = _prove(asked, best, seconds)
         bound = best.length if certificate.startswith(PROVEN) else bound
-    schedule = Schedule(best.name, microbatches, best.problem.place, best.rows)
+    boundary = Boundary(optimizer)
+    schedule = Schedule(best.name, microbatches, best.problem.place, best.rows, optimizer=boundary)
     timeline = simulate(schedule, costs={kind.value: each for kind, each in best.problem.costs.items()}, comm=comm)
     gap = best.length / bound - 1 if bound else 0.0
     return Found(schedule, timeline, best.length, bound, gap, certificate)
@@ -96,14 +98,10 @@ def _certificate(best: _Candidate, bound: float) -> str:
 
 def _prove(asked: Sequence[Problem], best: _Candidate, seconds: float) -> tuple[_Candidate, str]:
     """Ask z3 for shorter schedules until there are none; every answer is measured again."""
-    from autopart.schedules.prove import shorter
-
     until = perf_counter() + seconds
     for problem in asked:
-        while True:
-            answer = shorter(problem, best.length, until - perf_counter())
-            if answer == "none":
-                break
+        question = Question(problem)
+        while (answer := question.shorter(best.length, until - perf_counter())) != "none":
             if answer == "unknown":
                 return best, f"not proven within {seconds:g} s: z3 found nothing shorter than {best.length:g}"
             length = problem.measure(answer)
