@@ -7,19 +7,23 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 
-from autopart.ir.action import Kind, Schedule
+from autopart.ir.action import Boundary, Kind, Schedule
 from autopart.schedules.bound import lower_bound
-from autopart.schedules.improve import improve
+from autopart.schedules.improve import improve, tune
 from autopart.schedules.portfolio import families, filled, fused, orders
 from autopart.schedules.problem import Problem, problems
+from autopart.schedules.prove import Question
 from autopart.schedules.rows import Row
 from autopart.schedules.simulate import Timeline, simulate
 
 EFFORT = 200_000
-"""How many actions the search may run in all; it always runs the published schedules that fit."""
+"""About how many actions a search runs in its portfolio and, after it, in its local search."""
+
+STARTS = 5
+"""From how many orders local search sets out."""
 
 TRIALS = 1000
-"""The most runs of a local search."""
+"""The most runs that all local searches make together."""
 
 PROVEN = "optimal"
 
@@ -78,7 +82,8 @@ def auto(
     if prove and best.length > bound * (1 + CLOSE):
         best, certificate = _prove(asked, best, seconds)
         bound = best.length if certificate.startswith(PROVEN) else bound
-    schedule = Schedule(best.name, microbatches, best.problem.place, best.rows)
+    boundary = Boundary(optimizer)
+    schedule = Schedule(best.name, microbatches, best.problem.place, best.rows, optimizer=boundary)
     timeline = simulate(schedule, costs={kind.value: each for kind, each in best.problem.costs.items()}, comm=comm)
     gap = best.length / bound - 1 if bound else 0.0
     return Found(schedule, timeline, best.length, bound, gap, certificate)
@@ -93,14 +98,10 @@ def _certificate(best: _Candidate, bound: float) -> str:
 
 def _prove(asked: Sequence[Problem], best: _Candidate, seconds: float) -> tuple[_Candidate, str]:
     """Ask z3 for shorter schedules until there are none; every answer is measured again."""
-    from autopart.schedules.prove import shorter
-
     until = perf_counter() + seconds
     for problem in asked:
-        while True:
-            answer = shorter(problem, best.length, until - perf_counter())
-            if answer == "none":
-                break
+        question = Question(problem)
+        while (answer := question.shorter(best.length, until - perf_counter())) != "none":
             if answer == "unknown":
                 return best, f"not proven within {seconds:g} s: z3 found nothing shorter than {best.length:g}"
             length = problem.measure(answer)
@@ -111,20 +112,34 @@ def _prove(asked: Sequence[Problem], best: _Candidate, seconds: float) -> tuple[
 
 
 def _search(problem: Problem, effort: int) -> _Candidate:
-    """The best of the portfolio, improved; it stops where the bound is reached."""
+    """The best of the portfolio, or what its best ones are improved to; the search stops where the bound is reached."""
     target = lower_bound(problem) * (1 + CLOSE)
-    best, spent = None, 0
+    met: dict[float, _Candidate] = {}
+    spent = 0
     for name, rows in _candidates(problem):
         length = problem.measure(rows)
         spent += sum(map(len, rows))
-        if length < math.inf and (best is None or length < best.length * (1 - CLOSE)):
-            best = _Candidate(problem, name, rows, length)
-        if best is not None and (best.length <= target or spent > effort):
+        if length < math.inf:
+            met.setdefault(length, _Candidate(problem, name, rows, length))
+        if met and (min(met) <= target or spent > effort):
             break
-    assert best is not None, "one microbatch at a time always fits"
-    trials = min(TRIALS, max(0, effort - spent) // sum(map(len, best.rows)))
-    rows = improve(problem, best.rows, target=target, trials=trials)
-    return best if rows == best.rows else _Candidate(problem, "auto", rows, problem.measure(rows))
+    if min(met) > target and problem.chunks == 1:
+        rows = tune(problem, target=target, trials=_share(effort - spent, met[min(met)].rows))
+        length = problem.measure(rows)
+        met.setdefault(length, _Candidate(problem, "auto", rows, length))
+    starts = [met[length] for length in sorted(met)[:STARTS]]
+    best = starts[0]
+    for start in starts:
+        if best.length > target:
+            trials = _share(effort - spent, start.rows) // len(starts)
+            rows = improve(problem, start.rows, target=target, trials=trials)
+            best = min(best, _Candidate(problem, "auto", rows, problem.measure(rows)), key=lambda each: each.length)
+    return best
+
+
+def _share(effort: int, rows: Sequence[Row]) -> int:
+    """How many runs of these rows the effort allows."""
+    return min(TRIALS, max(0, effort) // sum(map(len, rows)))
 
 
 def _candidates(problem: Problem) -> Iterator[tuple[str, tuple[Row, ...]]]:

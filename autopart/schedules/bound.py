@@ -6,6 +6,8 @@ For a rank, with head the time at which its first forward can start:
   more work than the forwards that its memory can hold: the rest of that time it is idle;
 * so it ends no earlier than head + idle + all its work (`_own`), and the rank of an earlier stage no earlier than
   head + idle + its forwards and backwards for inputs + those on the way + that stage's last W (`_upstream`);
+* when its last forward starts, memory has room for it: all but `limit` microbatches are done with. Then that one has to
+  go through the later stages and back, and on to the first stage (`_drained`);
 * each microbatch is held for its way through the later stages and back: with room for few of them, that paces the rank
   (`_paced`).
 """
@@ -19,7 +21,8 @@ from autopart.schedules.problem import Problem
 def lower_bound(problem: Problem) -> float:
     """A number that the length of no schedule of the problem is below (`Problem.length`)."""
     return max(
-        max(_own(problem, rank), _paced(problem, rank), *_upstream(problem, rank)) for rank in range(problem.ranks)
+        max(_own(problem, rank), _paced(problem, rank), *_upstream(problem, rank), *_drained(problem, rank))
+        for rank in range(problem.ranks)
     )
 
 
@@ -65,14 +68,31 @@ def _own(problem: Problem, rank: int) -> float:
 
 
 def _upstream(problem: Problem, rank: int) -> list[float]:
-    inputs, rest = cheapest(problem)
+    inputs, _ = cheapest(problem)
     stages = problem.held[rank]
     chained = problem.microbatches * sum(problem.costs[Kind.F][s] + inputs[s] for s in stages)
-    end = problem.head(stages[0]) + _idle(problem, rank) + chained
-    bounds = [end + rest[stages[0]] - offset(problem, rank)]
-    for stage in reversed(range(stages[0])):
-        end += problem.hop(stage) + inputs[stage]
-        bounds.append(end + rest[stage] - offset(problem, problem.place[stage]))
+    return _way_back(problem, stages[0], problem.head(stages[0]) + _idle(problem, rank) + chained)
+
+
+def _drained(problem: Problem, rank: int) -> list[float]:
+    inputs, rest = cheapest(problem)
+    stages, forward = problem.held[rank], problem.costs[Kind.F]
+    first = stages[0]
+    done = max(0, problem.microbatches - problem.limit)
+    end = problem.head(first) + problem.microbatches * forward[first]
+    if done:  # then the first backward, and the wait for it, is before the last forward
+        each = sum(forward[s] + inputs[s] for s in stages) - forward[first] + rest[first]
+        end += _idle(problem, rank) + done * each
+    return _way_back(problem, first, end + _round_trip(problem, first) + inputs[first])
+
+
+def _way_back(problem: Problem, stage: int, end: float) -> list[float]:
+    """When the ranks of a stage and those before it can end, if the last I of the stage ends at `end`."""
+    inputs, rest = cheapest(problem)
+    bounds = [end + rest[stage] - offset(problem, problem.place[stage])]
+    for before in reversed(range(stage)):
+        end += problem.hop(before) + inputs[before]
+        bounds.append(end + rest[before] - offset(problem, problem.place[before]))
     return bounds
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from autopart.ir.action import Action, Kind, Schedule
-from autopart.schedules import flush, groups, interleaved, vshape, zero_bubble
+from autopart.schedules import zero_bubble
+from autopart.schedules.build import build
 from autopart.schedules.fill import Ahead, fill
 from autopart.schedules.problem import Problem
 from autopart.schedules.rows import Row, loop, wave
@@ -16,26 +17,16 @@ AHEAD: tuple[Ahead, ...] = ("never", "idle", "eager")
 
 def families(problem: Problem) -> Iterator[Schedule]:
     """The published schedules on the problem's placement, each of which may hold too much."""
-    p, m, v = problem.ranks, problem.microbatches, problem.chunks
-    if v == 1:
-        yield from (make(p, m) for make in (zero_bubble.zb_h1, zero_bubble.zb_h2, flush.one_f_one_b, flush.gpipe))
-    elif problem.place == loop(p, v):
-        yield from (
-            make(p, m, chunks=v)
-            for make in (
-                interleaved.interleaved_zb,
-                interleaved.interleaved,
-                groups.gis,
-                groups.zeropp,
-                interleaved.bfs,
-            )
-        )
-    if v == 2 and problem.place == wave(p, v):
-        yield from (
-            make(p, m) for make in (vshape.zb_v, vshape.v_half, vshape.v_min, vshape.v_zb, vshape.v_1f1b)
-        )  # fmt: skip
-    if v % 2 == 0 and problem.place == wave(p, v):
-        yield groups.hanayo(p, m, waves=v // 2)
+    v, names = problem.chunks, ["zb-h1", "zb-h2", "1f1b", "gpipe"]
+    if v > 1:
+        names = []
+        if problem.place == loop(problem.ranks, v):
+            names += [f"{name}(chunks={v})" for name in ("interleaved-zb", "interleaved", "gis", "zeropp", "bfs")]
+        if problem.place == wave(problem.ranks, v):
+            names += ["zb-v", "vhalf", "vmin", "vzb", "v1f1b"] if v == 2 else []
+            names += [f"hanayo(waves={v // 2})"] if v % 2 == 0 else []
+    for name in names:
+        yield build(name, ranks=problem.ranks, microbatches=problem.microbatches)
 
 
 def orders(problem: Problem) -> Iterator[list[Row]]:
@@ -43,8 +34,10 @@ def orders(problem: Problem) -> Iterator[list[Row]]:
     p, m = problem.ranks, problem.microbatches
     backward = Kind.B if problem.whole else Kind.I
     if problem.chunks == 1:
-        for extra in range(p):
-            yield [zero_bubble.warmed(r, p, m, extra, problem.limit, backward) for r in range(p)]
+        room = problem.limit - p
+        for extra in sorted(range(p), key=lambda extra: abs(extra - room)):  # the likely ones first
+            counts = zero_bubble.warmups(p, m, extra, problem.limit)
+            yield zero_bubble.warmed(counts, m, backward)
     else:
         for schedule in families(problem):
             yield [unfilled(row, backward) for row in schedule.table]

@@ -6,12 +6,10 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from autopart.ir.action import Kind
+from autopart.ir.action import Boundary, Kind
 from autopart.schedules.family import check_count
 from autopart.schedules.play import Clock, Costs, follow
 from autopart.schedules.rows import Row, loop, wave
-
-OPTIMIZERS = ("barrier", "per-rank")
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +99,7 @@ def problems(
     """
     check_count("ranks", ranks)
     check_count("microbatches", microbatches)
-    if optimizer not in OPTIMIZERS:
+    if optimizer not in tuple(Boundary):
         raise ValueError(f"optimizer must be 'barrier' or 'per-rank', not {optimizer!r}")
     if not (math.isfinite(comm) and comm >= 0):
         raise ValueError(f"comm must be a latency of at least 0, not {comm}")
@@ -111,7 +109,9 @@ def problems(
     if most < chunks:
         raise ValueError(f"limit must be at least 1, a microbatch on a rank, not {limit}")
     places = dict.fromkeys((loop(ranks, chunks), wave(ranks, chunks)))
-    return tuple(Problem(place, microbatches, prices, comm, most, whole, optimizer == "per-rank") for place in places)
+    return tuple(
+        Problem(place, microbatches, prices, comm, most, whole, optimizer == Boundary.PER_RANK) for place in places
+    )
 
 
 def _prices(ranks: int, costs: Mapping[str, float | Sequence[float]]) -> tuple[bool, Costs]:

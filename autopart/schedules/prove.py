@@ -33,27 +33,34 @@ Queue = tuple[Kind, int]
 """The actions of one kind at one stage, in the order of microbatches."""
 
 
-def shorter(problem: Problem, length: float, seconds: float) -> tuple[Row, ...] | Literal["none", "unknown"]:
-    """Rows whose length is below `length`; "none" where there are none; "unknown" where `seconds` do not suffice.
+class Question:
+    """The question of one problem, which can be asked for ever shorter schedules."""
 
-    A backward counts as the cheapest that it can be (`bound.cheapest`), so where B costs less than I + W the rows can
-    be longer than was asked for, while "none" holds all the same.
-    """
-    import z3
+    def __init__(self, problem: Problem) -> None:
+        import z3
 
-    times = _whole_times(problem)
-    solver = z3.Solver()
-    solver.set("timeout", max(1, int(seconds * 1000)))
-    ranks = [_Rank(z3, solver, problem, times, stages) for stages in problem.held]
-    starts = {action: start for rank in ranks for action, start in rank.starts.items()}
-    _connect(solver, problem, times, starts)
-    most = floor(Fraction(length) * times.scale * (1 - Fraction(1, 10**9)))
-    for rank in ranks:
-        rank.end_by(most + (times.head(problem, rank.stages[0]) if problem.per_rank else 0))
-    answer = str(solver.check())
-    if answer == "sat":
-        return tuple(rank.row(solver.model()) for rank in ranks)
-    return "none" if answer == "unsat" else "unknown"
+        self.problem = problem
+        self.times = _whole_times(problem)
+        self.solver = z3.Solver()
+        self.ranks = [_Rank(z3, self.solver, problem, self.times, stages) for stages in problem.held]
+        starts = {action: start for rank in self.ranks for action, start in rank.starts.items()}
+        _connect(self.solver, problem, self.times, starts)
+
+    def shorter(self, length: float, seconds: float) -> tuple[Row, ...] | Literal["none", "unknown"]:
+        """Rows whose length is below `length`; "none" where there are none; "unknown" where `seconds` do not suffice.
+
+        A backward counts as the cheapest that it can be (`bound.cheapest`), so where B costs less than I + W the rows
+        can be longer than was asked for, while "none" holds all the same.
+        """
+        most = floor(Fraction(length) * self.times.scale * (1 - Fraction(1, 10**9)))
+        for rank in self.ranks:
+            head = self.times.head(self.problem, rank.stages[0]) if self.problem.per_rank else 0
+            rank.end_by(most + head)
+        self.solver.set("timeout", max(1, int(seconds * 1000)))
+        answer = str(self.solver.check())
+        if answer == "sat":
+            return tuple(rank.row(self.solver.model()) for rank in self.ranks)
+        return "none" if answer == "unsat" else "unknown"
 
 
 @dataclass(frozen=True, slots=True)
