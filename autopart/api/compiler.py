@@ -30,7 +30,7 @@ from autopart.passes.judge import check_sums
 from autopart.passes.normalise import normalise
 from autopart.passes.predict import with_memory, with_traffic
 from autopart.passes.recompute import recompute, with_regions
-from autopart.passes.schedule import FORWARDS_FIRST, check_deferred
+from autopart.passes.schedule import check_deferred
 from autopart.passes.schedule import schedule as scheduled
 from autopart.passes.segment import segment
 from autopart.passes.shard import shard
@@ -61,7 +61,7 @@ def solve(segmented: Segmented, *, batch: int | None = None, inputs: str = "glob
     _check_patterns(pins.get("placement"), captured)
     if captured.deferred:
         check_deferred(pins.get("schedule"))
-        pins["schedule"] = FORWARDS_FIRST
+        pins["schedule"] = pins.get("schedule") or "gpipe"
     chosen = _chosen(segmented, batch or captured.batch, pins)
     return predicted(segmented, replace(with_regions(chosen, segmented), inputs=inputs))
 

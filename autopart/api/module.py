@@ -16,6 +16,7 @@ from autopart.api.plain import check_root_hooks
 from autopart.api.session import Session
 from autopart.capture import NO_TARGET
 from autopart.cluster import Cluster
+from autopart.ir.action import Schedule
 from autopart.ir.mesh import Mesh
 from autopart.ir.placement import Placement
 from autopart.ir.plan import Plan
@@ -174,7 +175,7 @@ def parallelize(
     mesh: Mapping[str, int] | Mesh | None = None,
     stages: int | Sequence[str] | None = None,
     placement: str | Placement | Mapping[str, str | Placement] | None = None,
-    schedule: str | None = None,
+    schedule: str | Schedule | None = None,
     microbatches: int | None = None,
     memory: str | int | None = None,
     recompute: bool | Sequence[str] | None = None,

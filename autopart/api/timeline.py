@@ -7,7 +7,7 @@ from autopart.cluster import Cluster
 from autopart.ir.plan import Plan
 from autopart.ir.program import Program
 from autopart.passes.costs import costs
-from autopart.schedules import Timeline
+from autopart.schedules import Timeline, placed
 from autopart.solver.timing import segment_seconds
 
 _FORWARD = 1 / 3  # of a microbatch's seconds on a stage: a backward computes two gradients for each product
@@ -35,8 +35,10 @@ def simulate(program_or_plan: Program | Plan, cluster: Cluster | None = None) ->
     forward, backward = (tuple(sum(pair[i] for pair in stage) for stage in stages) for i in (0, 1))
     edge = max((edge.nbytes(samples) for edge in staged.edges), default=0)
     delay = cluster.link_latency + edge / cluster.link_bandwidth if edge else 0.0
-    name = plan.schedule if program_or_plan.captured.training else "forward"
-    built = schedules.build(name, ranks=len(stages), microbatches=plan.microbatches)
+    if program_or_plan.captured.training:
+        built = schedules.make(plan.schedule, ranks=plan.mesh.degree("pp"), microbatches=plan.microbatches)
+    else:
+        built = placed.forwards(plan.place, plan.microbatches)
     return schedules.simulate(built, costs={"F": forward, "B": backward}, comm=delay)
 
 
@@ -45,5 +47,5 @@ def _of_plan(plan: Plan, cluster: Cluster | None) -> Timeline:
         raise ValueError("cluster: a plan has the seconds of the cluster that it was made for; simulate a program")
     seconds = plan.prediction.stage_seconds
     forward, backward = (tuple(share * each for each in seconds) for share in (_FORWARD, 1 - _FORWARD))
-    built = schedules.build(plan.schedule, ranks=len(seconds), microbatches=plan.microbatches)
+    built = schedules.make(plan.schedule, ranks=plan.mesh.degree("pp"), microbatches=plan.microbatches)
     return schedules.simulate(built, costs={"F": forward, "B": backward})

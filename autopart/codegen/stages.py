@@ -72,14 +72,20 @@ def forward(
 
 
 def backward(
-    staged: Staged, stage: int, layouts: Sequence[Layout], names: Mapping[object, str], degree: int, last: int
+    staged: Staged,
+    stage: int,
+    layouts: Sequence[Layout],
+    names: Mapping[object, str],
+    degree: int,
+    completed: Mapping[str, tuple[Unit, ...]],
+    last: int,
 ) -> list[str]:
     """``stageN_backward(world, batch, k, saved, edges..., prologue...) -> edges..., gradients of inputs...``.
 
     After `saved` come `tangents` where the stage makes outputs of a step without a loss. The backward of microbatch
-    `last` completes the gradients, whose reduction begins as soon as each is there.
+    `last` completes the gradients of the units in `completed`, by segment, whose reduction begins as soon as each is
+    there.
     """
-    completed = staged.completed(stage, degree)
     rows = [item for item in reversed(layouts) if item.body.backward is not None]
     uses = [
         _backward_use(item, names, degree, each, completed.get(item.segment.name, ()))

@@ -9,19 +9,21 @@ from dataclasses import replace
 from autopart.codegen.functions import call
 from autopart.codegen.roll import Loop, periodic, template
 from autopart.codegen.stages import stage_input_gradients, stage_outputs, stage_prologue, takes_tangents
-from autopart.ir.action import Action, Kind
+from autopart.ir.action import COMPUTE, Action, Kind, Scheduled
 from autopart.ir.graph import Output, Size, Value
 from autopart.ir.staged import Staged, averaged
 from autopart.ir.state import Unit
 
 
-def step(staged: Staged, stages: Sequence[int], row: Sequence[Action], degree: int, *, local: bool) -> list[str]:
-    """The step of a rank that holds `stages` and performs `row` (compute, SEND and RECV); `degree` is that of dp.
+def step(staged: Staged, scheduled: Scheduled, column: int, degree: int, *, local: bool) -> list[str]:
+    """The step of pp rank `column`, which performs its row of `scheduled`; `degree` is that of dp.
 
-    With `local`, each data rank is given its own samples, so what they add up to is summed over dp. A step without a
+    What passes between two stages of the rank stays in the store that the first puts it in. With `local`, each data rank is given its own samples, so what they add up to is summed over dp. A step without a
     loss is a generator: it yields its outputs, is sent their gradients, and goes on.
     """
-    units = [unit for unit in staged.state.units if set(unit.stages) & set(stages)]
+    place, row = scheduled.schedule.place, scheduled.table[column]
+    stages = [stage for stage, at in enumerate(place) if at == column]
+    units = [unit for unit in staged.state.units if column in unit.columns]
     lines = ["", "", "def step(world, batch):", f'    """{_phases(row)}"""']
     lines += _prologue(staged, stages, local and degree > 1)
     stale = [f'world.regather("{unit.name}", axis="dp")' for unit in units if unit.updated_in_parts(degree)]
@@ -34,14 +36,14 @@ def step(staged: Staged, stages: Sequence[int], row: Sequence[Action], degree: i
     if staged.segmented.captured.deferred:
         first = begin_of_backward(row)
         lines += _schedule(staged, row[:first])
-        lines += _buffers(staged, stages, degree)
+        lines += _buffers(staged, place, column, degree)
         made, entries = _results(staged, stages, results)
         lines += [*made, "    # The caller computes a loss of these; its backward() sends their gradients."]
         lines += _dict("tangents = yield ", entries)
         row, results = row[first:], []
     lines += _schedule(staged, row)
-    lines += _reductions(staged, stages, units, degree)
-    lines += _buffers(staged, stages, degree) if not staged.segmented.captured.deferred else []
+    lines += _reductions(staged, scheduled, stages, units, degree)
+    lines += _buffers(staged, place, column, degree) if not staged.segmented.captured.deferred else []
     results += [out for out in outputs(staged) if out.kind == "input_grad"]
     made, entries = _results(staged, stages, results)
     return [*lines, *made, *_dict("return ", entries)]
@@ -129,21 +131,24 @@ def saves(staged: Staged, stage: int) -> bool:
 
 
 def _schedule(staged: Staged, row: Sequence[Action]) -> list[str]:
-    def shifted(action: Action, rounds: int) -> Action:
-        return replace(action, microbatch=action.microbatch + rounds)
-
     lines: list[str] = []
-    for item in periodic(row, shifted):
+    for item in periodic(row, _shift):
         if isinstance(item, Loop):
-            low = min(action.microbatch for action in item.items)
-            span = f"range({low}, {low + item.count})" if low else f"range({item.count})"
-            lines.append(f"    for k in {span}:")
+            low, stride = min(action.microbatch for action in item.items), item.stride
+            steps = [low, low + stride * item.count, stride]
+            lines.append(f"    for k in range({', '.join(map(str, steps if stride > 1 else steps[not low : 2]))}):")
             for action in item.items:
                 offset = action.microbatch - low
                 lines += _action(staged, action, f"k + {offset}" if offset else "k", "        ")
         else:
             lines += _action(staged, item, str(item.microbatch), "    ")
     return lines
+
+
+def _shift(action: Action, later: Action) -> int | None:
+    """By how many microbatches the second action comes later than the first; None if it is another one."""
+    by = later.microbatch - action.microbatch
+    return by if replace(action, microbatch=later.microbatch) == later else None
 
 
 def _action(staged: Staged, action: Action, k: str, indent: str) -> list[str]:
@@ -183,11 +188,14 @@ def _backward(staged: Staged, stage: int, k: str) -> list[str]:
     return call((f"{', '.join(results)} = " if results else "") + f"stage{stage}_backward", args, "")
 
 
-def _reductions(staged: Staged, stages: Sequence[int], units: Sequence[Unit], degree: int) -> list[str]:
+def _reductions(
+    staged: Staged, scheduled: Scheduled, stages: Sequence[int], units: Sequence[Unit], degree: int
+) -> list[str]:
     """Wait for the reductions that the backwards began; then gradients of shared parameters meet."""
     here = {unit.name for unit in units}
-    shared = [unit for unit in staged.trained() if unit.name in here and len(unit.stages) > 1]
-    begun = any(unit.reduced_at_once(degree) for unit in units) or any(staged.completed(s, degree) for s in stages)
+    shared = [unit for unit in staged.trained() if unit.name in here and len(unit.columns) > 1]
+    begun = any(unit.reduced_at_once(degree) for unit in units)
+    begun |= any(staged.completed(stage, degree, scheduled.unfinished(stage)) for stage in stages)
     lines = ["    world.wait()  # until the gradients that are being reduced are there"] if begun else []
     if shared:
         lines.append("    # Parameters that several stages use have one gradient, the sum of theirs.")
@@ -196,7 +204,7 @@ def _reductions(staged: Staged, stages: Sequence[int], units: Sequence[Unit], de
     return lines
 
 
-def _buffers(staged: Staged, stages: Sequence[int], degree: int) -> list[str]:
+def _buffers(staged: Staged, place: Sequence[int], column: int, degree: int) -> list[str]:
     """The lines that make updated buffers one over dp, and known to every stage."""
     over_dp: list[str] = []
     over_pp: list[str] = []
@@ -204,9 +212,9 @@ def _buffers(staged: Staged, stages: Sequence[int], degree: int) -> list[str]:
         updated = staged.updated(stage)
         for name, kind in (("average", True), ("maximum", False)):
             names = [f'"{target}"' for target, value in updated if averaged(value) == kind]
-            if names and stage in stages and degree > 1:
+            if names and place[stage] == column and degree > 1:
                 over_dp += call(f"world.{name}_buffers", [*names, 'axis="dp"'], "")
-        if updated and len(staged.stages) > 1:
+        if updated and len(set(place)) > 1:
             names = [f'"{target}"' for target, _ in updated]
             over_pp += call("world.broadcast_buffers", [*names, f"stage={stage}"], "")
     lines = ["# Updated buffers are made one over the data ranks.", *over_dp] if over_dp else []
@@ -281,17 +289,22 @@ def _results(staged: Staged, stages: Sequence[int], wanted: Iterable[Output]) ->
 
 
 def _phases(row: Sequence[Action]) -> str:
-    """The row in a line: runs of equal action kinds with their counts."""
-    compute = [action for action in row if action.kind in (Kind.F, Kind.B)]
-    first = next((i for i, action in enumerate(compute) if action.kind is Kind.B), len(compute))
-    last = next((i for i, a in enumerate(reversed(compute)) if a.kind is Kind.F), 0)
-    if first == len(compute):
-        return f"{first} forwards."
-    steady = (len(compute) - (first - 1) - (last - 1)) // 2
-    if steady <= 1:
-        return f"{first} forward{'s' * (first > 1)}, then {last} backward{'s' * (last > 1)}."
-    parts = [f"{first - 1} forward{'s' * (first > 2)} to warm up" if first > 1 else ""]
-    parts.append(f"{steady} times one forward and one backward")
-    parts.append(f"{last - 1} backward{'s' * (last > 2)} to drain" if last > 1 else "")
+    """The row in a line: how many forwards and backwards come before, during and after their taking turns."""
+    kinds = "".join("F" if action.kind is Kind.F else "B" for action in row if action.kind in COMPUTE)
+    if "B" not in kinds:
+        return f"{_counted(len(kinds), 'forward')}."
+    first, last = kinds.index("B"), len(kinds) - 1 - kinds.rindex("F")
+    if first + last == len(kinds):
+        return f"{_counted(first, 'forward')}, then {_counted(last, 'backward')}."
+    forwards, backwards = (kinds[first - 1 : len(kinds) - last + 1].count(kind) for kind in "FB")
+    turns = f"{forwards} times one forward and one backward"
+    if kinds[first - 1 : first - 1 + 2 * forwards] != "FB" * forwards:
+        turns = f"{_counted(forwards, 'forward')} and {_counted(backwards, 'backward')} by turns"
+    parts = [f"{_counted(first - 1, 'forward')} to warm up" if first > 1 else "", turns]
+    parts.append(f"{_counted(last - 1, 'backward')} to drain" if last > 1 else "")
     text = ", ".join(part for part in parts if part)
     return text[0].upper() + text[1:] + "."
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}{'s' * (count != 1)}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from autopart.ir.graph import Value
@@ -53,17 +54,24 @@ class Staged:
         graded = {homes[out.target].name for out in self.segmented.captured.outputs if out.kind == "grad"}
         return tuple(unit for unit in self.state.units if unit.trainable and unit.name in graded)
 
-    def completed(self, stage: int, degree: int) -> dict[str, tuple[Unit, ...]]:
-        """By segment of a stage, the units whose gradients of a microbatch are complete after the segment's backward.
+    def completed(self, stage: int, degree: int, unfinished: Collection[int] = ()) -> dict[str, tuple[Unit, ...]]:
+        """By segment of a stage, the units whose gradients are complete after the segment's last backward.
 
         Those that are reduced over `degree` data ranks once a step. A unit of several segments is complete after the
-        first of them, which the backward reaches last.
+        first of them, which the backward reaches last; one that the stages `unfinished` of the rank use too, after
+        theirs.
         """
         homes = self.state.homes()
+        waiting = {
+            unit.name
+            for other in unfinished
+            for segment in self.stages[other]
+            for unit in used_units(segment.gradients, homes)
+        }
         first: dict[str, str] = {}
         for segment in self.stages[stage]:
             for unit in used_units(segment.gradients, homes):
-                if degree > 1 and not unit.reduced_at_once(degree):
+                if degree > 1 and not unit.reduced_at_once(degree) and unit.name not in waiting:
                     first.setdefault(unit.name, segment.name)
         units = {unit.name: unit for unit in self.state.units}
         found: dict[str, tuple[Unit, ...]] = {}

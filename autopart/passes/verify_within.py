@@ -185,7 +185,7 @@ def _check_reduced(text: Text, unit: Unit, events: Sequence[int], *, trained: bo
             raise fault("gradients", text.at(event), problem, "reduce after the last backward")
     over_dp = "reduce_scatter" if unit.updated_in_parts(degree) else "all_reduce"
     wanted: list[Reduction] = [(over_dp, "dp", ())] if here and degree > 1 and not unit.reduced_at_once(degree) else []
-    wanted += [("all_reduce", "pp", unit.stages)] if trained and len(unit.stages) > 1 else []
+    wanted += [("all_reduce", "pp", unit.stages)] if trained and len({text.place[s] for s in unit.stages}) > 1 else []
     counted = Counter((event.call, event.axis, event.stages) for _, event in calls)
     for key in dict.fromkeys([*wanted, *counted]):
         if counted[key] != (key in wanted):

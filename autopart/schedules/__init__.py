@@ -3,7 +3,8 @@
 from autopart.schedules.build import build, names
 from autopart.schedules.lower import lower
 from autopart.schedules.simulate import Timeline, simulate
+from autopart.schedules.spell import make, spell
 from autopart.schedules.text import read
 from autopart.schedules.validate import validate
 
-__all__ = ["Timeline", "build", "lower", "names", "read", "simulate", "validate"]
+__all__ = ["Timeline", "build", "lower", "make", "names", "read", "simulate", "spell", "validate"]
