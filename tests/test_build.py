@@ -1,3 +1,5 @@
+import re
+
 import pytest
 
 from autopart.schedules import build, names, validate
@@ -5,12 +7,20 @@ from autopart.schedules import build, names, validate
 
 def test_every_listed_family_builds_and_says_what_it_is():
     listed = names()
-    assert [family.name for family in listed] == ["gpipe", "1f1b"]
+    assert len({family.name for family in listed}) == len(listed)
     for family in listed:
-        assert family.summary and family.source and "m" in family.memory
-        schedule = build(family.name, ranks=3, microbatches=5)
+        assert family.summary and family.source and re.search(r"\b[mp]\b", family.memory)
+        schedule = build(family.name, ranks=3, microbatches=6)
         validate(schedule)
-        assert (schedule.name, schedule.ranks, schedule.stages, schedule.microbatches) == (family.name, 3, 3, 5)
+        assert (schedule.name, schedule.ranks, schedule.microbatches) == (family.name, 3, 6)
+
+
+def test_the_name_of_a_schedule_builds_it_again():
+    named = build("interleaved", ranks=2, microbatches=4, group=4, chunks=3)
+    assert named.name == "interleaved(chunks=3, group=4)"
+    assert build(named.name, ranks=2, microbatches=4) == named
+    assert build(" interleaved ( group = 4 ) ", ranks=2, microbatches=4, chunks=3) == named
+    assert build("interleaved(chunks=2)", ranks=2, microbatches=4).name == "interleaved"
 
 
 def test_forward_is_built_but_not_listed():
@@ -22,6 +32,12 @@ def test_forward_is_built_but_not_listed():
     ("arguments", "error", "message"),
     [
         ({"name": "1f2b"}, ValueError, "unknown name '1f2b'; the schedules are gpipe, 1f1b"),
+        ({"name": "1f2b(chunks=2)"}, ValueError, r"unknown name '1f2b\(chunks=2\)'; the schedules are gpipe, 1f1b"),
+        ({"name": "bfs(chunks)"}, ValueError, r"'bfs\(chunks\)' is not a name with options, such as"),
+        ({"name": "bfs(chunks=2"}, ValueError, r"'bfs\(chunks=2' is not a name with options, such as"),
+        ({"name": "bfs(chunks=p)"}, ValueError, r"'bfs\(chunks=p\)' is not a name with options, such as"),
+        ({"name": "bfs(waves=3)"}, TypeError, "schedule 'bfs' has no option 'waves'; its options are chunks"),
+        ({"name": "bfs(chunks=3)", "chunks": 3}, TypeError, "has the option 'chunks' already"),
         ({"ranks": 0}, ValueError, "ranks must be at least 1, not 0"),
         ({"microbatches": -2}, ValueError, "microbatches must be at least 1, not -2"),
         ({"ranks": 2.0}, TypeError, "ranks must be a whole number, not 2.0"),

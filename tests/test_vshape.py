@@ -1,0 +1,42 @@
+"""Two stages a rank on a V, against torch's tables and the laws of bubble and memory."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from autopart.schedules import build, simulate, validate
+from tests.torch_tables import torch_rows
+
+SIZES = [(p, m) for p in range(1, 9) for m in range(1, 4 * p + 1)]
+SAMPLE = random.Random(0).sample(SIZES, 40)
+
+
+def same_as_torch(p: int, m: int) -> None:
+    theirs = torch_rows("ScheduleZBVZeroBubble", ranks=p, microbatches=m, chunks=2)
+    ours = build("zb-v", ranks=p, microbatches=m)
+    assert [[str(action) for action in row] for row in ours.table] == theirs, (p, m)
+
+
+def test_zb_v_equals_the_tables_of_torch() -> None:
+    for size in SAMPLE:
+        same_as_torch(*size)
+
+
+@pytest.mark.soak
+def test_zb_v_equals_every_table_of_torch() -> None:
+    for size in SIZES:
+        same_as_torch(*size)
+
+
+def test_zb_v_has_no_span_bubble() -> None:
+    for p, m in SAMPLE:
+        schedule = build("zb-v", ranks=p, microbatches=m)
+        validate(schedule)
+        assert schedule.place == (*range(p), *reversed(range(p)))
+        timeline = simulate(schedule)
+        assert max(timeline.peak_activations) <= min(m, p)
+        if m >= 2 * p - 1:
+            assert timeline.span_bubble == 0
+            assert timeline.peak_activations == (p,) * p
