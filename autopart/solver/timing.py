@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from autopart.cluster import Cluster
+from autopart.ir.action import Schedule
 from autopart.ir.cost import SegmentNumbers
 from autopart.ir.placement import Modes
 from autopart.ir.traffic import sent_bytes
-from autopart.schedules import build, simulate
+from autopart.schedules import simulate
 from autopart.solver.memory import exchanges
 
 
@@ -24,16 +25,16 @@ def segment_seconds(segment: SegmentNumbers, cluster: Cluster) -> tuple[float, f
     )
 
 
-def flush_seconds(schedule: str, forward: Sequence[float], backward: Sequence[float], microbatches: int) -> float:
+def flush_seconds(schedule: Schedule, forward: Sequence[float], backward: Sequence[float]) -> float:
     """The time of one flush of a pipeline from each stage's forward and backward seconds of a microbatch."""
-    made = build(schedule, ranks=len(forward), microbatches=microbatches)
-    return simulate(made, costs={"F": tuple(forward), "B": tuple(backward)}).makespan
+    half = tuple(seconds / 2 for seconds in backward)
+    return simulate(schedule, costs={"F": tuple(forward), "B": tuple(backward), "I": half, "W": half}).makespan
 
 
 def exchange_seconds(
     segments: Sequence[SegmentNumbers], modes: Sequence[Modes], degree: int, microbatches: int, cluster: Cluster
 ) -> float:
-    """The time of a stage's collectives on a data axis of `degree` ranks in a step."""
+    """The time of the collectives of some segments on a data axis of `degree` ranks in a step."""
     if degree == 1:
         return 0.0
     calls = [call for s, m in zip(segments, modes, strict=True) for call in exchanges(s, m, microbatches)]
