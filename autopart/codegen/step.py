@@ -30,7 +30,7 @@ def step(staged: Staged, scheduled: Scheduled, column: int, degree: int, *, loca
     if stale:
         lines.append("    # Parameters that the last optimizer step updated in parts are made whole again.")
         lines += _rolled(stale)
-    lines += [f"    {name} = world.store()" for name in _stores(staged, stages)]
+    lines += _stores(staged, stages)
     lines += [f"    {out.name} = {{}}" for out in outputs(staged) if maker(staged, out) in stages]
     results = [out for out in outputs(staged) if out.kind != "input_grad"]
     if staged.segmented.captured.deferred:
@@ -120,9 +120,11 @@ def _edge(source: int, target: int) -> str:
 
 
 def _stores(staged: Staged, stages: Sequence[int]) -> list[str]:
-    touched = [e for e in staged.edges if e.source in stages or e.target in stages]
-    saved = [f"saved_{s}" for s in stages if saves(staged, s)]
-    return [*saved, *(_edge(e.source, e.target) for e in touched)]
+    lines = [f"    saved_{s} = world.store()" for s in stages if saves(staged, s)]
+    for edge in (e for e in staged.edges if e.source in stages or e.target in stages):
+        local = "  # from stage to stage on this rank" if edge.source in stages and edge.target in stages else ""
+        lines.append(f"    {_edge(edge.source, edge.target)} = world.store(){local}")
+    return lines
 
 
 def saves(staged: Staged, stage: int) -> bool:

@@ -64,7 +64,8 @@ def summary(plan: Plan) -> str:
         rows.append(
             [str(number), f"{len(stage.segments)}: {span(stage.segments)}", _ranks(stage.ranks)]
             + [format_seconds(predicted.stage_seconds[number])]
-            + (held if first == number else [f"with stage {first}"])  # a rank holds the memory of its stages together
+            # a rank holds the memory of its stages together
+            + (held if first == number else [f"with stage {first}", *[""] * len(_STATES)])
         )
     head = [
         f"mesh {plan.mesh}, schedule {schedule(plan.schedule)}, "
@@ -116,6 +117,7 @@ def _flat(plan: Plan) -> dict[str, str]:
     facts = {field.name: str(getattr(plan, field.name)) for field in fields(plan)}
     for structured in ("stages", "placements", "prediction", "notes", "recompute"):
         del facts[structured]
+    facts["schedule"] = plan.schedule.replace("\n", " | ")
     facts["placement"] = "; ".join(f"{pattern}: {placement}" for pattern, placement in plan.placements)
     facts["recompute"] = ", ".join(plan.recompute) or "nothing"
     for number, stage in enumerate(plan.stages):
