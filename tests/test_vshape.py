@@ -40,3 +40,21 @@ def test_zb_v_has_no_span_bubble() -> None:
         if m >= 2 * p - 1:
             assert timeline.span_bubble == 0
             assert timeline.peak_activations == (p,) * p
+
+
+def test_laws_of_the_building_blocks() -> None:
+    for p in range(2, 13):
+        for m in (2 * p, 4 * p + 1):
+            ran = {name: simulate(build(name, ranks=p, microbatches=m)) for name in ("vmin", "vhalf", "vzb", "v1f1b")}
+            assert ran["vmin"].flush_bubble <= 2 * p - 2.5 + (p == 2)
+            assert ran["vhalf"].flush_bubble == (1.5 * p - 2 if p % 2 else 1.5 * p - 3.5 + (p == 2))
+            assert ran["vzb"].span_bubble == 0
+            assert ran["v1f1b"].flush_bubble <= 3 * p - 1
+            peaks = {"vmin": (p + 4) // 3, "vhalf": (p + 2) // 2, "vzb": p, "v1f1b": 2 * p // 3 + 1}
+            for name, peak in peaks.items():
+                assert max(ran[name].peak_activations) <= peak, (name, p, m)
+
+
+def test_half_and_third_of_the_memory_of_1f1b() -> None:
+    peaks = {name: max(simulate(build(name, ranks=8, microbatches=24)).peak_activations) for name in ("vhalf", "vmin")}
+    assert peaks == {"vhalf": 5, "vmin": 4}

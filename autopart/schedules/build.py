@@ -8,10 +8,16 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from autopart.ir.action import Schedule
-from autopart.schedules import flush, interleaved, vshape, zero_bubble
+from autopart.schedules import flush, groups, interleaved, vshape, zero_bubble
 from autopart.schedules.family import Family, check_count
 
-FAMILIES = (*flush.FAMILIES, *interleaved.FAMILIES, *zero_bubble.FAMILIES, *vshape.FAMILIES)
+FAMILIES = (
+    *flush.FAMILIES,
+    *interleaved.FAMILIES,
+    *zero_bubble.FAMILIES,
+    *vshape.FAMILIES,
+    *groups.FAMILIES,
+)
 """Every training family, in the order in which they are listed."""
 
 
