@@ -89,8 +89,8 @@ def _recorded(function: Callable[..., Any], body: Body, world: RecordingWorld, b
     def recorded(*args: Any, **kwargs: Any) -> Any:
         args = inspect.signature(function).bind(*args, **kwargs).args if kwargs else args
         owner = world.owner(args)
-        given = tuple(arg for arg in args if isinstance(arg, Spec))
-        own = any(arg.own for arg in given)
+        given = tuple([arg for arg in args if isinstance(arg, Spec)])
+        own = any([arg.own for arg in given])
         if own and function.__name__ != PROLOGUE:
             raise TypeError(
                 f"{function.__name__} is given what was computed from this data rank's samples alone; make it whole "

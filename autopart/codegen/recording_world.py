@@ -296,22 +296,22 @@ class RecordingWorld:
 
     def owner(self, values: Iterable[Any]) -> int | None:
         """The one microbatch that values belong to, None if to none; TypeError if it is not that of the action."""
-        values = tuple(values)
-        if whole := [value for value in values if isinstance(value, Spec) and value.whole]:
-            raise TypeError(
-                f"{shown(whole)} of the whole batch is used for a microbatch; take its piece with batch.cut"
-            )
-        marks = (value.microbatch for value in values if isinstance(value, Spec | Samples))
-        found = {mark for mark in marks if mark is not None}
-        allowed = found if self.here is None else {self.here.microbatch}
-        if len(found) > 1 or not found <= allowed:
+        found: set[int] = set()
+        for value in values:
+            if isinstance(value, Spec) and value.whole:
+                raise TypeError(
+                    f"{shown([value])} of the whole batch is used for a microbatch; take its piece with batch.cut"
+                )
+            if (mark := getattr(value, "microbatch", None)) is not None:
+                found.add(mark)
+        if len(found) > 1 or (self.here is not None and not found <= {self.here.microbatch}):
             where = f" in {self.here}" if self.here is not None else ""
             raise TypeError(f"values of microbatch {' and '.join(map(str, sorted(found)))} are used together{where}")
         return next(iter(found), None)
 
     def _own(self, values: Iterable[Any], k: int) -> None:
         for value in values:
-            if isinstance(value, Spec | Samples) and value.microbatch not in (None, k):
+            if getattr(value, "microbatch", None) not in (None, k):
                 raise TypeError(f"what belongs to microbatch {value.microbatch} is passed on as microbatch {k}")
 
     def _add(self, call: str, action: Action | None = None, **details: Any) -> None:

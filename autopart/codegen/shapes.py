@@ -16,7 +16,7 @@ Shape = tuple[int, ...]
 META = torch.device("meta")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)  # not frozen: it is made by the thousand, which would take twice as long
 class Spec:
     """A tensor's shape and dtype, standing for it.
 
@@ -116,10 +116,10 @@ def _specs(value: Any) -> Any:
 def made_by(value: Any, microbatch: int | None, call: int, path: tuple[int, ...] = (), *, own: bool = False) -> Any:
     """A body's results as those of one call, which belong to a microbatch."""
     if isinstance(value, Spec):
-        return Spec(value.shape, value.dtype, microbatch, call=call, path=path, own=own)
+        return Spec(value.shape, value.dtype, microbatch, ("", ""), call, path, (), False, own)
     if not isinstance(value, tuple):
         return value
-    return tuple(made_by(item, microbatch, call, (*path, i), own=own) for i, item in enumerate(value))
+    return tuple([made_by(item, microbatch, call, (*path, i), own=own) for i, item in enumerate(value)])
 
 
 def joined(parts: Sequence[Spec], dim: int | None) -> Spec:

@@ -29,7 +29,8 @@ WORDS = 6
 
 def with_draws(captured: Captured) -> Captured:
     """Name the draws. Raises CaptureError for a draw in the backward, and for random operators that are no draws."""
-    drawing = {op for op in {node.op for node in captured.nodes} if torch.Tag.nondeterministic_seeded in op.tags}
+    ops = {node.opname: node.op for node in captured.nodes}
+    drawing = {name for name, op in ops.items() if torch.Tag.nondeterministic_seeded in op.tags}
     if not drawing:
         return captured
     seen: Counter[str] = Counter()
@@ -38,7 +39,7 @@ def with_draws(captured: Captured) -> Captured:
     nodes = []
     first = dict(captured.modules)
     for node in captured.nodes:
-        if node.op in drawing:
+        if node.opname in drawing:
             _refuse(node)
         if unnamed(node):
             path = first.get(node.module, node.module)

@@ -147,27 +147,27 @@ class _Scan:
 
     def node(self, index: int, node: Node) -> None:
         """Place the results of one node. Equal calls on alike values are judged once: layers repeat."""
-        names = node.names()
-        for name in node.refs():
+        names, reads = node.names(), node.refs()
+        for name in reads:
             if name not in self.facts:
                 self.facts[name] = self._tangent(self.tangents[name])
         for out in node.outs:
             if out is not None:
                 self.values[out.name] = out
-        if node.form not in self._forms:
-            self._forms[node.form] = len(self._forms), tuple(_numbers(node))
-        form, whole = self._forms[node.form]
+        if (seen := self._forms.get(node.form)) is None:
+            seen = self._forms[node.form] = len(self._forms), tuple(_numbers(node))
+        form, whole = seen
         self.whole += [Site(index, path) for path in whole]
         if self.lifted and self.lifted.issuperset(names):
             self.facts.update({name: Fact(Replicate(), free=True) for name in names})
             return
-        key = (form, tuple([out is None for out in node.outs]), tuple([self._kind(name) for name in node.refs()]))
-        if key not in self._known:
+        key = (form, tuple([out is None for out in node.outs]), tuple([self._kind(name) for name in reads]))
+        if (known := self._known.get(key)) is None:
             found = depend(node, self.values, self.facts)
             self.facts.update(found.facts)
             kinds = tuple([self._kind(name) for name in names])
-            self._known[key] = tuple([found.facts[name] for name in names]), kinds, found.shares
-        facts, kinds, shares = self._known[key]
+            known = self._known[key] = tuple([found.facts[name] for name in names]), kinds, found.shares
+        facts, kinds, shares = known
         self.facts.update(zip(names, facts, strict=True))
         self._kinds.update(zip(names, kinds, strict=True))
         for name in self.lifted.intersection(names):

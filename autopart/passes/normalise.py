@@ -93,11 +93,10 @@ def _with_judgement(captured: Captured, judgement: Judgement) -> Captured:
 
 
 def _refuse(captured: Captured) -> None:
-    made = {name: node for node in captured.nodes for name in node.names()}
     kinds = {item.target: item.kind for item in captured.inputs}
     for out in captured.updates():
         if (kind := kinds.get(out.target, "buffer")) != "buffer":
-            place = made[out.name].place() if out.name in made else ""
+            place = next((node.place() for node in captured.nodes if out.name in node.names()), "")
             raise CaptureError(
                 f"{place}the {kind} {out.target} is changed in place during the forward, which "
                 "is not supported; work on a copy of it"
@@ -123,8 +122,12 @@ def _check_updates(captured: Captured) -> None:
 
 def _with_made_updates(captured: Captured) -> Captured:
     """The new value of a buffer that no node makes (another buffer, say) is made by a copy at the end."""
-    made = {name for node in captured.nodes for name in node.names()}
-    captured, copies = _copied(captured, [out.name for out in captured.updates() if out.name not in made])
+    updated = {out.name for out in captured.updates()}
+    for node in captured.nodes if updated else ():
+        updated.difference_update(node.names())
+    if not updated:
+        return captured
+    captured, copies = _copied(captured, [out.name for out in captured.updates() if out.name in updated])
     outputs = (replace(o, name=copies.get(o.name, o.name)) if o.kind == "mutation" else o for o in captured.outputs)
     return replace(captured, outputs=tuple(outputs))
 
@@ -214,7 +217,7 @@ def _with_prologue(captured: Captured, wanted: Iterable[str]) -> Captured:
         return captured
     needed, cone = set(wanted), []
     for node in reversed(captured.nodes):
-        if needed & set(node.names()):
+        if not needed.isdisjoint(node.names()):
             cone.append(node)
             needed.update(node.refs())
     values = {value.name: value for value in captured.values()}
@@ -240,7 +243,10 @@ def _whole(node: Node) -> Node:
 
 def _with_copies(captured: Captured, given: set[str]) -> Captured:
     """A prologue value that the step returns is made by its last layer, as every output is: copy it there."""
-    captured, copies = _copied(captured, [o.name for o in captured.outputs if o.name in given])
+    returned = [out.name for out in captured.outputs if out.name in given]
+    if not returned:
+        return captured
+    captured, copies = _copied(captured, returned)
     return replace(
         captured,
         outputs=tuple(replace(out, name=copies.get(out.name, out.name)) for out in captured.outputs),

@@ -15,12 +15,13 @@ import torch
 from autopart.ir.graph import Node, Ref, Value
 
 CAT = "aten.cat.default"
+TRANSPOSE = "aten.t.default"
 
 
 def simplify(nodes: Iterable[Node], inputs: Iterable[Value]) -> tuple[tuple[Node, ...], dict[str, str]]:
     """The simplified nodes, and for each value that vanished the name of the one that stands for it."""
     known = {value.name: value for value in inputs}
-    made: dict[str, Node] = {}
+    transposed: dict[str, Node] = {}
     alias: dict[str, str] = {}
 
     nodes = tuple(nodes)
@@ -33,7 +34,7 @@ def simplify(nodes: Iterable[Node], inputs: Iterable[Value]) -> tuple[tuple[Node
     kept = []
     for node in nodes:
         node = node.renamed(alias)
-        same = _same(node, made, known)
+        same = _same(node, transposed, known)
         if same is not None and (node.opname != CAT or all(map(_any_layout, readers[node.names()[0]]))):
             alias[node.names()[0]] = same
             continue
@@ -41,8 +42,10 @@ def simplify(nodes: Iterable[Node], inputs: Iterable[Value]) -> tuple[tuple[Node
             layout = (("memory_format", torch.contiguous_format),)
             node = replace(node, op=torch.ops.aten.clone.default, args=(Ref(same),), kwargs=layout)
         kept.append(node)
-        known.update({out.name: out for out in node.outs if out is not None})
-        made.update(dict.fromkeys(node.names(), node))
+        if joined:
+            known.update({out.name: out for out in node.outs if out is not None})
+        if node.opname == TRANSPOSE:
+            transposed.update(dict.fromkeys(node.names(), node))
     return tuple(kept), alias
 
 
@@ -51,14 +54,12 @@ def _any_layout(opname: str) -> bool:
     return "attention" in opname or opname == CAT
 
 
-def _same(node: Node, made: dict[str, Node], known: dict[str, Value]) -> str | None:
+def _same(node: Node, transposed: dict[str, Node], known: dict[str, Value]) -> str | None:
     """The name of an earlier value that a node's result equals, if the rules here know one."""
-    match node.opname:
-        case "aten.t.default":
-            source = made.get(node.args[0].name)
-            return source.args[0].name if source is not None and source.opname == "aten.t.default" else None
-        case "aten.cat.default":
-            real = [ref.name for ref in node.args[0] if known[ref.name].shape != (0,)]
-            return real[0] if len(real) == 1 and len(node.args[0]) > 1 else None
-        case _:
-            return None
+    if node.opname == TRANSPOSE:
+        source = transposed.get(node.args[0].name)
+        return source.args[0].name if source is not None else None
+    if node.opname == CAT:
+        real = [ref.name for ref in node.args[0] if known[ref.name].shape != (0,)]
+        return real[0] if len(real) == 1 and len(node.args[0]) > 1 else None
+    return None
