@@ -79,7 +79,8 @@ def best_dealt(
 ) -> tuple[int, int, int, tuple[int, ...]] | None:
     """The best (busiest rank, slowest stage, boundary bytes, starts) where ranks may hold several stages.
 
-    Of equals, that with the first cut nearest to equal stages, then the second, and so on; of two, the earlier. `table` has a row of actions a rank, such as ``0F0``. A microbatch is kept from its F to its B or W.
+    Of equals, that with the first cut nearest to equal stages, then the second, and so on; of two, the earlier. `table`
+    has a row of actions a rank, such as ``0F0``. A microbatch is kept from its F to its B or W.
     """
     rows = [[(int(text.split(kind)[0]), kind) for text in row for kind in "FBW" if kind in text] for row in table]
     stages = 1 + max(stage for row in rows for stage, _ in row)

@@ -18,8 +18,9 @@ from autopart.ir.state import Unit
 def step(staged: Staged, scheduled: Scheduled, column: int, degree: int, *, local: bool) -> list[str]:
     """The step of pp rank `column`, which performs its row of `scheduled`; `degree` is that of dp.
 
-    What passes between two stages of the rank stays in the store that the first puts it in. With `local`, each data rank is given its own samples, so what they add up to is summed over dp. A step without a
-    loss is a generator: it yields its outputs, is sent their gradients, and goes on.
+    What passes between two stages of the rank stays in the store that the first puts it in. With `local`, each data
+    rank is given its own samples, so what they add up to is summed over dp. A step without a loss is a generator: it
+    yields its outputs, is sent their gradients, and goes on.
     """
     place, row = scheduled.schedule.place, scheduled.table[column]
     stages = [stage for stage, at in enumerate(place) if at == column]

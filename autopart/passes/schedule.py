@@ -74,10 +74,12 @@ def _check_deferred(built: Schedule) -> None:
 
 
 def forwards_first(plan: Plan) -> Plan:
-    """The plan, made for steps with a loss, with all forwards before all backwards where it has another order."""
-    order = placed.forwards_first(plan.place, plan.microbatches)
-    name = "gpipe" if plan.place == tuple(range(len(plan.place))) else str(order)
-    return replace(plan, schedule=name)
+    """The plan with all forwards before all backwards, as steps without a loss need, if its schedule is another."""
+    made = schedules.make(plan.schedule, ranks=plan.mesh.degree("pp"), microbatches=plan.microbatches)
+    if placed.is_forwards_first(made):
+        return plan
+    name = "gpipe" if plan.place == tuple(range(len(plan.place))) else None
+    return replace(plan, schedule=name or str(placed.forwards_first(plan.place, plan.microbatches)))
 
 
 def with_collectives(staged: Staged, scheduled: Scheduled, degree: int) -> tuple[tuple[Action, ...], ...]:

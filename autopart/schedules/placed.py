@@ -34,9 +34,7 @@ def forwards_first(place: Sequence[int], microbatches: int) -> Schedule:
 
 def is_forwards_first(schedule: Schedule) -> bool:
     """Whether every rank has done all of its forwards when it begins its first backward."""
-    return all(
-        not any(action.kind is Kind.F for action in row[_first_backward(row) :]) for row in schedule.table
-    )
+    return all(not any(action.kind is Kind.F for action in row[_first_backward(row) :]) for row in schedule.table)
 
 
 def _first_backward(row: Sequence[Action]) -> int:

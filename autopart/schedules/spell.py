@@ -9,7 +9,7 @@ from autopart.schedules.validate import validate
 
 
 def spell(schedule: str | Schedule) -> str:
-    """The text of a schedule as a caller gives it: a name, ``"interleaved(chunks=3)"``, a Schedule, or a CSV of actions.
+    """The text of a schedule as a caller gives it: a name, with options if any, a Schedule, or a CSV of actions.
 
     A Schedule that `build` makes from its name becomes that name, any other one its table. Raises ValueError for an
     unknown name, and for a table that `validate` refuses; TypeError for what is neither text nor a Schedule.

@@ -41,8 +41,8 @@ def certify(problem: SplitProblem, split: Split) -> Split:
     """The split as z3's model has it, counted afresh, once z3 has proven that no split has a faster busiest rank.
 
     Where ranks hold several stages, faster means by more than the precision of `solver.chunks`, and a split comes back
-    as not exact if there are too many for z3, or it cannot tell within its resources. Raises AssertionError, an internal error, where z3 or the count
-    contradicts `split`.
+    as not exact if there are too many for z3, or it cannot tell within its resources. Raises AssertionError, an
+    internal error, where z3 or the count contradicts `split`.
     """
     import z3
 

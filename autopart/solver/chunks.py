@@ -163,7 +163,7 @@ class _Search:
         return tuple(more)
 
     def _reaches(self, stage: int, start: int, loads: Sequence[int]) -> bool:
-        """Whether the stages from `stage` on can take all segments from `start` on, each as if it were its rank's last."""
+        """Whether the stages from `stage` on could take all segments from `start` on, each as its rank's last one."""
         problem, bounds = self.problem, self.bounds
         left = problem.time(start, problem.segments)
         rest = problem.place[stage:]

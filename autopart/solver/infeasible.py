@@ -29,17 +29,20 @@ def infeasible(request: Request) -> PlanInfeasible:
         (need.parameters, "parameters"),
         (need.optimizer, "optimizer"),
         (need.gradients, "gradients"),
-        (need.activations, f"activations of {flight} in-flight microbatch{'es' * (flight > 1)}"),
+        (
+            need.activations,
+            f"activations of {flight} in-flight microbatch{'es' * (flight > 1)}{' of its stages' * (len(held) > 1)}",
+        ),
         (need.transient, "transient buffers"),
     ]
     placement = "; ".join(f"{pattern}: {chosen}" for pattern, chosen in nearest.candidate.placements)
     ways = "; or ".join(remedies(request, nearest)) or "no single change of placement, microbatches, schedule or mesh"
     runs = ", ".join(span(request.names[cuts[k] : cuts[k + 1]]) for k in held)
-    who = f"stage {stage} ({runs}) needs" if len(held) == 1 else f"the rank of stages {' and '.join(map(str, held))} ({runs}) needs"
+    who = f"stage {stage}" if len(held) == 1 else f"the rank of stages {' and '.join(map(str, held))}"
     return PlanInfeasible(
         f"no plan fits {format_bytes(request.memory)} per device. Nearest, with mesh {mesh}, placement {placement},"
         f" {nearest.candidate.microbatches} microbatches, {schedule(request.schedule)},"
-        f" {'recomputing' if request.recompute else 'without recomputing'}: {who} at least"
+        f" {'recomputing' if request.recompute else 'without recomputing'}: {who} ({runs}) needs at least"
         f" {format_bytes(need.total)} = "
         + " + ".join(f"{format_bytes(size)} {what}" for size, what in parts if size)
         + f". It fits with: {ways}."

@@ -52,7 +52,7 @@ class MemoryModel:
     optimizer_ratio: float
 
     def rank(self, stages: Sequence[tuple[int, int]], moments: Sequence[Sequence[int]]) -> StageMemory:
-        """The memory of a rank, stage by stage: its stages as (start, stop), and what each of them keeps at a moment."""
+        """The memory of a rank, stage by stage: its stages as (start, stop), and how many each keeps at its moments."""
         alone = [self.stage(start, stop, 0) for start, stop in stages]
         saved = [sum(self.segments[i].saved_bytes for i in range(start, stop)) for start, stop in stages]
         return StageMemory(

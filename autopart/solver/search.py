@@ -76,7 +76,8 @@ def check_schedule(request: Request) -> None:
         try:
             request.scheduled(mesh.degree("pp"), most)
         except ValueError as error:
-            raise ValueError(f"schedule: not with {most} microbatches, all that the batch allows, nor fewer: {error}") from None
+            allowed = f"not with {most} microbatches, the most that the batch allows, nor with fewer"
+            raise ValueError(f"schedule: {allowed}: {error}") from None
 
 
 def pose(request: Request, candidate: Candidate) -> tuple[MemoryModel, SplitProblem]:

@@ -20,7 +20,6 @@ from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from math import inf
 
-
 Moment = tuple[tuple[int, ...], int]
 """How many microbatches every stage of a rank keeps at once (0 for stages of other ranks), and the rank."""
 
@@ -99,7 +98,7 @@ class SplitProblem:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Where stages begin (the first at 0), the times of the busiest rank and the slowest stage, the bytes over all cuts.
+    """Where stages begin (the first at 0), times of the busiest rank and the slowest stage, the bytes over all cuts.
 
     `exact` is False where a better one may exist.
     """

@@ -77,8 +77,8 @@ def plans(
     names = [item.name for item in segmented.segments]
     mesh = draw(meshes(max_devices=min(max_devices, captured.batch), max_stages=len(names)))
     microbatches = draw(st.integers(1, captured.batch // mesh.degree("dp")))
-    fitting = [each for each in _built(mesh.degree("pp"), microbatches) if each.stages <= len(names) and _executed(each)]
-    schedule = draw(st.sampled_from(fitting))
+    built = filter(_executed, _built(mesh.degree("pp"), microbatches))
+    schedule = draw(st.sampled_from([each for each in built if each.stages <= len(names)]))
     cuts = sorted(
         draw(st.sets(st.integers(1, len(names) - 1), min_size=schedule.stages - 1, max_size=schedule.stages - 1))
         if schedule.stages > 1
