@@ -146,3 +146,19 @@ def test_many_layers_are_dealt_evenly(count: int, name: str, equal: bool, over: 
     assert not certify(problem, split).exact  # too many intervals to ask z3
     if equal:
         assert split.slowest == 4 * 10**12
+
+
+def test_a_busiest_rank_may_take_a_little_longer_for_a_shorter_flush() -> None:
+    problem = replace(layers(6, "interleaved", 2), times=(11, 36, 6, 58, 29, 32, 43, 53))
+    asked: list[Split] = []
+
+    def flush(split: Split) -> float:
+        asked.append(split)
+        return split.slowest
+
+    plain, found = solve_chunks(problem), solve_chunks(problem, flush)
+    assert plain == Split((0, 2, 3, 5), 134, 128, 21) and found == Split((0, 3, 5, 7), 140, 87, 21)
+    assert len(asked) == len(chunks.SLACKS) and found.slowest == min(split.slowest for split in asked)
+    assert found.least == plain.least == 134 and certify(problem, found).exact
+    with pytest.raises(AssertionError, match="faster"):
+        certify(problem, replace(found, least=140))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -165,7 +166,8 @@ def test_a_plan_with_a_table_is_read_back(tmp_path: Path) -> None:
     other = autopart.plan(model, args, schedule="interleaved(chunks=2)", microbatches=3, **pins)
     changes = plan.diff(other)
     assert "schedule: 0F0,0F1,3F0" in changes and "stage 2 ranks: 1 -> 0" in changes
-    assert "busiest rank" in plan.optimality and "ranks of stages" in plan.explain()
+    assert re.search(r"shortest flush found .* busiest rank .* \(z3\)", plan.optimality)
+    assert "ranks of stages" in plan.explain()
     made = autopart.compile(model, plan, args, capture="direct")
     assert autopart.simulate(made).peak_activations == (2.0, 2.0)
     assert autopart.Program.read(made.write(tmp_path / "made")).state == made.state

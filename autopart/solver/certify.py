@@ -38,7 +38,7 @@ INTERVALS = 3000
 
 
 def certify(problem: SplitProblem, split: Split) -> Split:
-    """The split as z3's model has it, counted afresh, once z3 has proven that no split has a faster busiest rank.
+    """The split as z3's model has it, counted afresh, once z3 has proven that no busiest rank beats its `least`.
 
     Where ranks hold several stages, faster means by more than the precision of `solver.chunks`, and a split comes back
     as not exact if there are too many for z3, or it cannot tell within its resources. Raises AssertionError, an
@@ -63,14 +63,14 @@ def certify(problem: SplitProblem, split: Split) -> Split:
     if counted is None or counted != split:
         raise AssertionError(f"internal error: the split is {split}, its model counts as {counted}")
     if several and not split.exact:
-        return replace(counted, exact=False)
-    solver.add(*_table(problem, begin, split.busiest - 1 - (fastest(problem) // PRECISION if several else 0)))
+        return replace(split, exact=False)
+    solver.add(*_table(problem, begin, split.least - 1 - (fastest(problem) // PRECISION if several else 0)))
     if several:
         solver.set("rlimit", RESOURCES)
     answer = solver.check()
     if answer == z3.sat or (answer != z3.unsat and not several):
         raise AssertionError(f"internal error: a split faster than {split} exists or could not be excluded")
-    return replace(counted, exact=answer == z3.unsat)
+    return replace(split, exact=answer == z3.unsat)
 
 
 def _table(problem: SplitProblem, begin: list[dict[int, z3.BoolRef]], bound: int) -> list[z3.BoolRef]:

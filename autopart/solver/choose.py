@@ -45,7 +45,8 @@ def choose(
     (`solver.search`). The schedule is 1f1b. If nothing fits so, the same search is made with every segment recomputed
     that keeps less by it. For these choices the stage split is optimal: the busiest rank is as fast as it can be,
     proven by z3 (`solver.certify`), with ties broken by a faster slowest stage, fewer boundary bytes, then earlier
-    cuts. Where ranks hold several stages, the plan's `optimality` says how far this is known.
+    cuts. Where ranks hold several stages, the split has the shortest predicted flush of several with a small load of
+    the busiest rank (`solver.chunks`), and the plan's `optimality` says what is proven of it.
 
     `cluster` defaults to CPU devices, `devices` to the size of a pinned mesh, else of the cluster, `memory` (bytes per
     device) to the cluster's.
@@ -146,13 +147,14 @@ def _optimality(solved: Solved) -> str:
         )
     if split.exact:
         return (
-            f"optimal split (z3): no way to {ways} on {problem.ranks} ranks within the memory limit has a busiest rank"
-            f" more than {1 / PRECISION:.1%} faster than {busiest} a microbatch; {rest}"
+            f"shortest flush found of the ways to {ways} on {problem.ranks} ranks: the busiest rank takes {busiest} a"
+            f" microbatch, and within the memory limit none can take more than {1 / PRECISION:.1%} less than"
+            f" {format_seconds(split.least * 1e-15)} (z3); {rest}"
         )
-    over = split.busiest / fastest(problem) - 1
     return (
-        f"of the ways to {ways} on {problem.ranks} ranks the best found: its busiest rank takes {busiest} a microbatch,"
-        f" {over:.1%} more than the least that any could; {rest}"
+        f"shortest flush found of the ways to {ways} on {problem.ranks} ranks: the busiest rank takes {busiest} a"
+        f" microbatch, {split.busiest / fastest(problem) - 1:.1%} more than the mean of the ranks, or than the longest"
+        f" segment; {rest}"
     )
 
 

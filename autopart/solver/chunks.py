@@ -11,6 +11,10 @@ Each bound is found by halving the range between what is possible at best and th
 first search over the stages in order, nearest cuts first, which gives up a partial split when the ranks have too little
 time left for the remaining segments, and remembers from where it failed. A search longer than `PATIENCE` counts as
 failed; then the result is not known to be the best (`Split.exact`).
+
+The busiest rank is not all that a flush waits for: uneven stages make bubbles. So splits whose busiest rank takes a
+little more (`SLACKS`), with a slowest stage that may be faster, are asked how long their flush is, and the shortest is
+taken.
 """
 
 from __future__ import annotations
@@ -27,6 +31,9 @@ PATIENCE = 2000
 PRECISION = 1000
 """The least value of a bound is found to this part of it."""
 
+SLACKS = (0.0, 0.02, 0.05, 0.1, 0.2)
+"""How much longer than the least a busiest rank may take."""
+
 MANY = 400
 """With more different interval times than this, their sums are not looked at."""
 
@@ -40,8 +47,11 @@ class Bounds:
     boundary: int
 
 
-def solve_chunks(problem: SplitProblem) -> Split | None:
-    """The best split, None if none fits the limit; the same answer every time."""
+def solve_chunks(problem: SplitProblem, flush: Callable[[Split], float] | None = None) -> Split | None:
+    """The best split, None if none fits the limit; the same answer every time.
+
+    With `flush`, the time of a split's flush, that of the shortest one among those with a little slack.
+    """
     total = sum(problem.times)
     bounds = Bounds(total, total, sum(problem.boundaries))
     search = _Search(problem)
@@ -49,11 +59,9 @@ def solve_chunks(problem: SplitProblem) -> Split | None:
     if best is None:
         return None
     best, bounds = search.improved(best, bounds, fastest(problem), lambda split: split.busiest, "busiest")
-    least = int(bottleneck(problem, lambda _, start, stop: problem.time(start, stop)))
-    best, bounds = search.improved(best, bounds, least, lambda split: split.slowest, "slowest")
-    least = int(fewest_bytes(problem, bounds.slowest)[0][0])
-    best, bounds = search.improved(best, bounds, least, lambda split: split.boundary, "boundary")
-    return replace(search.first(bounds) or best, exact=not search.tired)
+    found = [search.settled(best, bounds, slack) for slack in (SLACKS if flush is not None else SLACKS[:1])]
+    shortest = min(found, key=flush) if flush is not None else found[0]
+    return replace(shortest, least=bounds.busiest, exact=not search.tired)
 
 
 def fastest(problem: SplitProblem) -> int:
@@ -83,6 +91,16 @@ class _Search:
         self.problem, self.tired = problem, False
         self.numbers = [[i for i, (_, rank) in enumerate(problem.moments) if rank == at] for at in problem.place]
         self.sums = _sums(problem)
+
+    def settled(self, best: Split, bounds: Bounds, slack: float) -> Split:
+        """The split with the fastest slowest stage, and so on, whose busiest rank takes at most so much longer."""
+        problem = self.problem
+        bounds = replace(bounds, busiest=bounds.busiest + int(slack * bounds.busiest))
+        least = int(bottleneck(problem, lambda _, start, stop: problem.time(start, stop)))
+        best, bounds = self.improved(best, bounds, least, lambda split: split.slowest, "slowest")
+        least = int(fewest_bytes(problem, bounds.slowest)[0][0])
+        best, bounds = self.improved(best, bounds, least, lambda split: split.boundary, "boundary")
+        return self.first(bounds) or best
 
     def improved(
         self, best: Split, bounds: Bounds, least: int, value: Callable[[Split], int], name: str

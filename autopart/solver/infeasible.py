@@ -58,7 +58,7 @@ def nearest_miss(request: Request) -> Solved:
         peak = least_limit(problem) if several else int(bottleneck(problem, problem.need))
         if best is None or peak < best.problem.limit:
             relaxed = replace(problem, limit=peak)
-            split = best_split(relaxed)
+            split = best_split(request, candidate, model, relaxed)
             assert split is not None, "the least peak is feasible"
             best = Solved(candidate, model, relaxed, split)
     assert best is not None, "a resolved request has a candidate"

@@ -22,7 +22,7 @@ from autopart.solver.chunks import solve_chunks
 from autopart.solver.memory import MemoryModel, in_flight
 from autopart.solver.request import Request, Rules
 from autopart.solver.split import Split, SplitProblem, solve_split
-from autopart.solver.timing import segment_seconds
+from autopart.solver.timing import flush_seconds, segment_seconds
 
 # Whole femtoseconds make sums of times exact, so that equal stages compare equal.
 _FEMTOSECONDS = 10**15
@@ -100,16 +100,24 @@ def pose(request: Request, candidate: Candidate) -> tuple[MemoryModel, SplitProb
     return model, problem
 
 
-def best_split(problem: SplitProblem) -> Split | None:
-    """The best split, None if none fits the limit."""
-    return solve_split(problem) if problem.ranks == problem.stages else solve_chunks(problem)
+def best_split(request: Request, candidate: Candidate, model: MemoryModel, problem: SplitProblem) -> Split | None:
+    """The best split, None if none fits the limit; where ranks hold several stages, that with the shortest flush."""
+    if problem.ranks == problem.stages:
+        return solve_split(problem)
+    seconds = [segment_seconds(numbers, request.cluster) for numbers in model.segments]
+
+    def flush(split: Split) -> float:
+        runs = [seconds[i:j] for i, j in pairwise([*split.starts, problem.segments])]
+        return flush_seconds(candidate.schedule, *([sum(pair[i] for pair in run) for run in runs] for i in (0, 1)))
+
+    return solve_chunks(problem, flush)
 
 
 def first_fit(request: Request) -> Solved | None:
     """The first candidate with a split within the memory limit, None if there is none."""
     for candidate in candidates(request):
         model, problem = pose(request, candidate)
-        split = best_split(problem)
+        split = best_split(request, candidate, model, problem)
         if split is not None:
             return Solved(candidate, model, problem, split)
     return None

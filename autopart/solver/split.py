@@ -100,7 +100,8 @@ class SplitProblem:
 class Split:
     """Where stages begin (the first at 0), times of the busiest rank and the slowest stage, the bytes over all cuts.
 
-    `exact` is False where a better one may exist.
+    `least` is the least that a busiest rank can take, by default what this one's does; `exact` is False where that may
+    be less.
     """
 
     starts: tuple[int, ...]
@@ -108,6 +109,11 @@ class Split:
     slowest: int
     boundary: int
     exact: bool = field(default=True, compare=False)
+    least: int = field(default=-1, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.least < 0:
+            object.__setattr__(self, "least", self.busiest)
 
 
 def solve_split(problem: SplitProblem) -> Split | None:
