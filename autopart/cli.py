@@ -26,10 +26,12 @@ Target = Annotated[
 ]
 Mesh = Annotated[str | None, typer.Option(help="sizes of the mesh axes, such as pp=2,dp=2; default: chosen")]
 Placement = Annotated[str | None, typer.Option(help="ddp, zero1, zero2 or fsdp; default: chosen")]
-Schedule = Annotated[str | None, typer.Option(help="a pipeline schedule, such as gpipe or 1f1b; default: chosen")]
+Schedule = Annotated[
+    str | None, typer.Option(help="a pipeline schedule, such as 1f1b or 'interleaved(chunks=3)'; default: chosen")
+]
 Microbatches = Annotated[int | None, typer.Option(help="how many; default: chosen")]
 Memory = Annotated[str | None, typer.Option(help="the limit per device, such as 16GiB")]
-Stages = Annotated[int | None, typer.Option(help="how many pipeline stages; default: chosen")]
+Stages = Annotated[int | None, typer.Option(help="how many pipeline stages, over all ranks; default: chosen")]
 Folder = Annotated[Path, typer.Argument(help="a folder that `inspect --out` or Program.write made")]
 Devices = Annotated[int | None, typer.Option(help="how many ranks; default: the size of the mesh")]
 

@@ -64,3 +64,53 @@ def best_split(
         slowest = max(sum(times[i:j]) for i, j, _ in runs)
         found.append((slowest, sum(segments[i].boundary_bytes for i in starts[1:]), starts))
     return min(found, default=None)
+
+
+def best_dealt(
+    segments: Sequence[SegmentNumbers],
+    times: Sequence[int],
+    *,
+    table: Sequence[Sequence[str]],
+    preset: str,
+    dp: int,
+    ratio: float,
+    limit: int,
+    pinned: Sequence[int] = (),
+) -> tuple[int, int, int, tuple[int, ...]] | None:
+    """The best (busiest rank, slowest stage, boundary bytes, starts) where ranks may hold several stages.
+
+    Of equals, that with the first cut nearest to equal stages, then the second, and so on; of two, the earlier. `table`
+    has a row of actions a rank, such as ``0F0``. A microbatch is kept from its F to its B or W.
+    """
+    rows = [[(int(text.split(kind)[0]), kind) for text in row for kind in "FBW" if kind in text] for row in table]
+    stages = 1 + max(stage for row in rows for stage, _ in row)
+    found = []
+    for starts in every_split(len(segments), stages):
+        runs = [slice(i, j) for i, j in zip(starts, (*starts[1:], len(segments)), strict=True)]
+        if any(pin not in starts for pin in pinned):
+            continue
+        if any(_peak(row, runs, segments, preset, dp, ratio) > limit for row in rows):
+            continue
+        seconds = [sum(times[run]) for run in runs]
+        busiest = max(sum(seconds[stage] for stage in {stage for stage, _ in row}) for row in rows)
+        far = [(abs(sum(times[:cut]) * stages - sum(times) * k), cut) for k, cut in enumerate(starts)]
+        found.append((busiest, max(seconds), sum(segments[i].boundary_bytes for i in starts[1:]), far, starts))
+    best = min(found, default=None)
+    return best and (*best[:3], best[4])
+
+
+def _peak(
+    row: Sequence[tuple[int, str]],
+    runs: Sequence[slice],
+    segments: Sequence[SegmentNumbers],
+    preset: str,
+    dp: int,
+    ratio: float,
+) -> int:
+    """The most bytes of a rank over all moments of its row."""
+    kept = most = 0
+    for stage, kind in row:
+        saved = sum(segment.saved_bytes for segment in segments[runs[stage]])
+        kept += saved if kind == "F" else -saved
+        most = max(most, kept)
+    return most + sum(stage_bytes(segments[runs[stage]], preset, dp, ratio, 0) for stage in {stage for stage, _ in row})

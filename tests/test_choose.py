@@ -194,7 +194,7 @@ BAD = [
     ({"placement": {"h.*": {"tp": 1}}}, TypeError, "placement: expected one of ddp"),
     ({"placement": Placement((("dp", Modes(Mode.SHARDED)),))}, ValueError, "placement: .* is not planned yet"),
     ({"placement": Placement((("tp", Modes()),))}, ValueError, "placement: modes on tp are not planned yet"),
-    ({"schedule": "zbv"}, ValueError, "schedule: .*'zbv'; known are gpipe, 1f1b"),
+    ({"schedule": "zbv"}, ValueError, "schedule: 'zbv' is not known; one of gpipe, 1f1b, .*or a CSV of actions"),
     ({"memory": "lots"}, ValueError, "memory: cannot read 'lots'"),
     ({"recompute": "h.3"}, TypeError, "recompute: expected True, False or a list of module names, not 'h.3'"),
     ({"recompute": 3}, TypeError, "recompute: expected True, False"),

@@ -2,8 +2,7 @@
 
 import pytest
 
-from autopart.ir.action import Kind
-from autopart.schedules import build, simulate, unpaired, validate
+from autopart.schedules import build, simulate, validate
 from tests.torch_tables import torch_rows
 
 
@@ -44,14 +43,6 @@ def test_a_pair_that_overlaps_is_cheaper():
     whole = simulate(schedule).makespan
     assert simulate(schedule, {"F": 1, "I": 1, "W": 1, "PAIR": 3}).makespan == whole
     assert simulate(schedule, {"F": 1, "I": 1, "W": 1, "PAIR": 2}).makespan < whole
-
-
-def test_unpaired():
-    schedule = build("dualpipe", ranks=4, microbatches=8)
-    apart = unpaired(schedule)
-    validate(apart)
-    assert list(apart.parts()) == list(schedule.parts())
-    assert Kind.PAIR not in {action.kind for _, action in apart.actions()}
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 import pytest
 
-from autopart.schedules import build, check_executable
+from autopart.schedules import build, executable, validate
 
 
 @pytest.mark.parametrize(
@@ -19,9 +19,12 @@ def test_refused(name, needs):
     with pytest.raises(
         ValueError, match=rf"schedule: '{name}' cannot be compiled yet, only simulated .*{needs}.*'1f1b'"
     ):
-        check_executable(build(name, ranks=4, microbatches=12))
+        executable(build(name, ranks=4, microbatches=12))
 
 
-@pytest.mark.parametrize("name", ["gpipe", "1f1b", "dualpipev", "forward"])
-def test_accepted(name):
-    check_executable(build(name, ranks=4, microbatches=12))
+@pytest.mark.parametrize("name", ["gpipe", "zb-v", "dualpipev", "forward"])
+def test_accepted_without_pairs(name):
+    schedule = build(name, ranks=4, microbatches=12)
+    made = executable(schedule)
+    validate(made)
+    assert list(made.parts()) == list(schedule.parts()) == [action for _, action in made.actions()]

@@ -25,6 +25,7 @@ from autopart.testing import assert_parity
 from autopart.testing.parity import compare, train
 from tests.launch import launch
 from tests.models import MODELS
+from tests.test_several_stages import V
 
 MESHES = ({"pp": 2}, {"pp": 3}, {"pp": 4}, {"dp": 2}, {"dp": 3}, {"dp": 4}, {"pp": 2, "dp": 2})
 SCHEDULES = ("gpipe", "1f1b")
@@ -113,7 +114,8 @@ def gloo_cases(cases: list[tuple[Any, ...]]) -> int:
 
 TWO = [
     ("mlp", {"mesh": {"pp": 2}, "schedule": "gpipe", "microbatches": 3}, "adamw", "compile"),
-    ("gpt", {"mesh": {"pp": 2}, "microbatches": 4}, "adamw", "direct"),
+    ("gpt", {"mesh": {"pp": 2}, "schedule": V}, "adamw", "direct"),
+    ("mlp", {"mesh": {"pp": 2}, "schedule": "zb-h1", "microbatches": 4}, "sgd", "direct"),
     ("gpt", {"mesh": {"dp": 2}, "placement": "zero1", "microbatches": 2}, "sgd", "direct"),
     ("half_frozen", {"mesh": {"dp": 2}, "placement": "fsdp", "microbatches": 2}, "adamw", "compile"),
     ("gpt2", {"mesh": {"dp": 2}, "placement": "zero2"}, "adamw", "direct"),

@@ -101,7 +101,7 @@ def test_files_round_trip(tmp_path: Path) -> None:
         (["plan", "microbatches"], 0, "batch of 8 cannot be cut"),
         (["plan", "schedule"], 1, "plan.schedule: expected str"),
         (["plan", "stages", 1, "ranks"], [0, "x"], r"plan.stages\[1\].ranks\[1\]: expected int, got 'x'"),
-        (["plan", "stages", 1, "ranks"], [0, 3], "ranks of the stages"),
+        (["plan", "stages", 1, "ranks"], [0, 3], r"stage 1 is on the ranks \(0, 3\)"),
         (["plan", "stages", 1, "segments"], [], "every stage needs a segment"),
         (["plan", "stages", 1, "segments"], ["h.0"], "exactly one stage"),
         (["plan", "stages", 0, "code"], "import os", r"plan.stages\[0\]: unknown field code"),

@@ -59,21 +59,30 @@ def unrolled(items: list[object]) -> list[tuple[str, int]]:
     for item in items:
         rounds = item.count if isinstance(item, Loop) else 1
         body = item.items if isinstance(item, Loop) else (item,)
-        found += [(name, k + n) for n in range(rounds) for name, k in body]
+        found += [(name, k + n * getattr(item, "stride", 1)) for n in range(rounds) for name, k in body]
     return found
+
+
+def shift(item: tuple[str, int], later: tuple[str, int]) -> int | None:
+    return later[1] - item[1] if item[0] == later[0] else None
 
 
 @given(st.lists(st.tuples(st.sampled_from("FB"), st.integers(0, 3)), max_size=14))
 def test_loops_unroll_to_the_sequence(row: list[tuple[str, int]]) -> None:
-    assert unrolled(periodic(row, lambda item, n: (item[0], item[1] + n))) == row
+    assert unrolled(periodic(row, shift)) == row
 
 
 def test_steady_rounds_are_a_loop() -> None:
     row = [("F", 0), ("B", 0), *(item for k in range(1, 5) for item in (("B", k), ("F", k))), ("B", 7)]
-    assert periodic(row, lambda item, n: (item[0], item[1] + n)) == [
+    assert periodic(row, shift) == [
         ("F", 0),
         Loop((("B", 0),), 2),
         Loop((("F", 1), ("B", 2)), 3),
         ("F", 4),
         ("B", 7),
     ]
+
+
+def test_rounds_of_several_microbatches_are_a_loop() -> None:
+    row = [(name, k) for first in (0, 2, 4) for name in "ab" for k in (first, first + 1)]
+    assert periodic(row, shift) == [Loop((("a", 0), ("a", 1), ("b", 0), ("b", 1)), 3, 2)]

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from autopart.ir.cost import SegmentNumbers, Tied
 from autopart.ir.placement import PRESETS, Placement
+from autopart.schedules import build
 from autopart.solver.certify import certify
 from autopart.solver.memory import MemoryModel, in_flight
 from autopart.solver.split import Split, SplitProblem, bottleneck, evaluate, solve_split
@@ -54,7 +55,8 @@ def instances(draw: st.DrawFn) -> tuple[MemoryModel, SplitProblem, dict[str, obj
         tuple(s.boundary_bytes for s in segments),
         model.resident(),
         tuple(s.saved_bytes for s in segments),
-        in_flight(settings_["schedule"], stages, settings_["microbatches"]),
+        tuple(range(stages)),
+        in_flight(build(settings_["schedule"], ranks=stages, microbatches=settings_["microbatches"])),
         settings_["limit"],
         settings_["pinned"],
     )
@@ -108,21 +110,22 @@ def layers(count: int, stages: int, *, equal: bool, limit: int = 10**9) -> Split
     times = tuple(100 if equal else 50 + 37 * i % 101 for i in range(count))
     saved = tuple(3 + (0 if equal else i % 5) for i in range(count))
     table = tuple(tuple(10 * (j - i) for j in range(i + 1, count + 1)) for i in range(count))
-    return SplitProblem(times, (7,) * count, table, saved, in_flight("1f1b", stages, 4 * stages), limit)
+    moments = in_flight(build("1f1b", ranks=stages, microbatches=4 * stages))
+    return SplitProblem(times, (7,) * count, table, saved, tuple(range(stages)), moments, limit)
 
 
 def test_heavy_ends_get_fewer_segments() -> None:
     problem = replace(layers(10, 4, equal=True), times=(300, *(100,) * 8, 400))
     split = solve_split(problem)
-    assert split == Split((0, 1, 5, 9), 400, 21)
+    assert split == Split((0, 1, 5, 9), 400, 400, 21)
     assert certify(problem, split) == split
 
 
 def test_ties_take_fewer_boundary_bytes_then_earlier_cuts() -> None:
     problem = replace(layers(5, 2, equal=True), times=(4, 0, 0, 0, 4), boundaries=(0, 5, 5, 4, 4))
-    assert solve_split(problem) == Split((0, 3), 4, 4)
-    assert solve_split(replace(problem, boundaries=(5,) * 5)) == Split((0, 1), 4, 5)
-    assert solve_split(replace(problem, times=(1, 1, 9, 0, 0))) == Split((0, 2), 9, 5)
+    assert solve_split(problem) == Split((0, 3), 4, 4, 4)
+    assert solve_split(replace(problem, boundaries=(5,) * 5)) == Split((0, 1), 4, 4, 5)
+    assert solve_split(replace(problem, times=(1, 1, 9, 0, 0))) == Split((0, 2), 9, 9, 5)
 
 
 def test_certificate_refuses_false_claims() -> None:
@@ -132,7 +135,7 @@ def test_certificate_refuses_false_claims() -> None:
     with pytest.raises(AssertionError, match="faster"):
         certify(problem, evaluate(problem, (0, 4, 7, 9)) or split)
     for wrong in (
-        replace(split, slowest=split.slowest - 1),
+        replace(split, busiest=split.busiest - 1),
         replace(split, boundary=split.boundary - 1),
         replace(split, starts=(0, 3, 6, 8)),
         replace(split, starts=(0, 3, 3, 9)),
@@ -166,7 +169,7 @@ def test_impossible_problems_are_refused() -> None:
 )
 def test_split_and_proof_are_quick(count: int, equal: bool, seconds: float) -> None:
     problem = layers(count, 8, equal=equal)
-    certify(layers(2, 2, equal=True), Split((0, 1), 100, 7))
+    certify(layers(2, 2, equal=True), Split((0, 1), 100, 100, 7))
     began = time.process_time()
     split = solve_split(problem)
     assert split is not None

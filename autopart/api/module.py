@@ -16,6 +16,7 @@ from autopart.api.plain import check_root_hooks
 from autopart.api.session import Session
 from autopart.capture import NO_TARGET
 from autopart.cluster import Cluster
+from autopart.ir.action import Schedule
 from autopart.ir.mesh import Mesh
 from autopart.ir.placement import Placement
 from autopart.ir.plan import Plan
@@ -174,7 +175,7 @@ def parallelize(
     mesh: Mapping[str, int] | Mesh | None = None,
     stages: int | Sequence[str] | None = None,
     placement: str | Placement | Mapping[str, str | Placement] | None = None,
-    schedule: str | None = None,
+    schedule: str | Schedule | None = None,
     microbatches: int | None = None,
     memory: str | int | None = None,
     recompute: bool | Sequence[str] | None = None,
@@ -190,16 +191,18 @@ def parallelize(
     Program there, which may have been edited, is verified and run. `loss_fn(output, target)` serves modules that
     return outputs (`train_step`). `batch` maps input names to their batch dim, or None for inputs that are not split.
     With `inputs` "global" every rank passes the whole batch; with "local" each data rank its own samples, as a
-    distributed sampler gives them, and ranks of the same data rank the same: the loss is that of all of them, in
-    data-rank order. `memory` is the limit per device, such as ``"16GiB"``. `recompute` says what the backward computes
-    again instead of keeping it: modules by name, or True for all; by default everything if nothing fits otherwise,
-    False for never. What the model puts into ``torch.utils.checkpoint`` is recomputed in any case. `semantics` is
-    "exact" (the whole batch on one device; what couples its samples is refused) or "accumulate" (a BatchNorm, say, sees
-    a microbatch of one data rank, as in gradient accumulation). ``outputs="all"`` gives every rank the outputs beside
-    the loss, whole (with inputs "local" those of its own samples); otherwise they are None where not made. `weights` is
-    a safetensors file, or a folder of them, from which parameters on meta are read, each rank its part, at the first
-    call; without it a class whose constructor ran under ``torch.device("meta")`` gets the initial values of a plain
-    build with the same seed. `capture` is "compile" (through torch.compile) or "direct".
+    distributed sampler gives them, and ranks of the same data rank the same: the loss is that of all of them, in data-
+    rank order. `schedule` is a name, with options such as ``"interleaved(chunks=3)"``, a Schedule, or a CSV of actions,
+    a line a pipeline rank; it says how many of the `stages` a rank holds. `memory` is the limit per device, such as
+    ``"16GiB"``. `recompute` says what the backward computes again instead of keeping it: modules by name, or True for
+    all; by default everything if nothing fits otherwise, False for never. What the model puts into
+    ``torch.utils.checkpoint`` is recomputed in any case. `semantics` is "exact" (the whole batch on one device; what
+    couples its samples is refused) or "accumulate" (a BatchNorm, say, sees a microbatch of one data rank, as in
+    gradient accumulation). ``outputs="all"`` gives every rank the outputs beside the loss, whole (with inputs "local"
+    those of its own samples); otherwise they are None where not made. `weights` is a safetensors file, or a folder of
+    them, from which parameters on meta are read, each rank its part, at the first call; without it a class whose
+    constructor ran under ``torch.device("meta")`` gets the initial values of a plain build with the same seed.
+    `capture` is "compile" (through torch.compile) or "direct".
 
     Raises TypeError or ValueError for bad arguments at once; CaptureError or PlanInfeasible at the first call.
     """

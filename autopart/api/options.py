@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from autopart.cluster import Cluster
+from autopart.ir.action import Schedule
 from autopart.ir.mesh import Mesh
 from autopart.ir.placement import PRESETS, Placement
 from autopart.ir.plan import INPUTS, Plan
 from autopart.ir.program import Program
-from autopart.schedules import names
+from autopart.schedules import spell
 
 SEMANTICS = ("exact", "accumulate")
 """What a step means: the whole batch on one device, or that in slices whose losses are weighted and added up."""
@@ -37,7 +38,7 @@ class Options:
     mesh: Mapping[str, int] | Mesh | None = None
     stages: int | Sequence[str] | None = None
     placement: str | Placement | Mapping[str, str | Placement] | None = None
-    schedule: str | None = None
+    schedule: str | Schedule | None = None
     microbatches: int | None = None
     memory: str | int | None = None
     recompute: bool | Sequence[str] | None = None
@@ -73,7 +74,7 @@ class Options:
         if isinstance(self.placement, str):
             one_of("placement", self.placement, PRESETS)
         if self.schedule is not None:
-            one_of("schedule", self.schedule, tuple(family.name for family in names()))
+            spell(self.schedule)  # refuses what is neither a name nor a table
         if isinstance(self.stages, str | bool):
             raise TypeError(f"stages: expected a count or module names where a stage begins, not {self.stages!r}")
         if isinstance(self.recompute, str):

@@ -25,7 +25,7 @@ from autopart.ir.mesh import pieces
 from autopart.ir.plan import Plan
 from autopart.ir.program import Program
 from autopart.passes.normalise import normalise
-from autopart.passes.schedule import FORWARDS_FIRST, check_deferred
+from autopart.passes.schedule import check_deferred, forwards_first
 from autopart.passes.segment import segment
 from autopart.passes.slices import least_samples
 from autopart.passes.verify import verify
@@ -165,7 +165,7 @@ class Programs:
         plan = self.plan
         segmented = segment(captured, cuts=plan.cuts)
         if captured.deferred:
-            plan = replace(plan, schedule=FORWARDS_FIRST)
+            plan = forwards_first(plan)
         elif not captured.training:  # checked at a batch that gives every data rank a sample
             shares, count = asked.shares(plan), asked.microbatches(plan)
             plan = replace(plan, microbatches=count, batch=max(sum(shares), count * len(shares)))

@@ -143,7 +143,7 @@ def gradients(
     graded = {out.target for out in program.captured.outputs if out.kind == "grad"}
     pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
     for unit in program.staged.trained():
-        if residence is not None and residence.column not in unit.stages:
+        if residence is not None and residence.column not in unit.columns:
             # `.grad` is None where one device has None, and nowhere else: loops and optimizers look at that.
             absent = [parameters[p.target] for p in unit.parameters if p.target in graded]
             pairs += [(parameter, torch.zeros_like(parameter.data)) for parameter in absent]

@@ -61,35 +61,41 @@ def template(texts: Sequence[str], places: Sequence[int], variable: str = "i") -
 
 @dataclass(frozen=True, slots=True)
 class Loop(Generic[T]):
-    """`items` repeated `count` times, the n-th time shifted by n."""
+    """`items` repeated `count` times, the n-th time shifted by n times `stride`."""
 
     items: tuple[T, ...]
     count: int
+    stride: int = 1
 
 
-def periodic(items: Sequence[T], shift: Callable[[T, int], T]) -> list[T | Loop[T]]:
+def periodic(items: Sequence[T], shift: Callable[[T, T], int | None]) -> list[T | Loop[T]]:
     """The sequence with its repetitions as loops: the longest coverage first found from the left, at least two rounds.
 
-    ``shift(item, n)`` is what an item becomes n rounds later.
+    ``shift(item, later)`` is by how much the second item is the first one shifted, None if it is not. All items of a
+    round are shifted by the same number, at least 1, from round to round.
     """
     result: list[T | Loop[T]] = []
     position = 0
     while position < len(items):
         best = Loop(tuple(items[position : position + 1]), 1)
         for period in range(1, (len(items) - position) // 2 + 1):
-            first = tuple(items[position : position + period])
-            rounds = 1
-            while _matches(items, position + rounds * period, first, rounds, shift):
-                rounds += 1
+            stride = shift(items[position], items[position + period])
+            if stride is None or stride < 1:
+                continue
+            same = _same(items, position, period, stride, shift)
+            rounds = 1 + same // period
             if rounds > 1 and rounds * period > best.count * len(best.items):
-                best = Loop(first, rounds)
+                best = Loop(tuple(items[position : position + period]), rounds, stride)
         result.append(best if best.count > 1 else items[position])
         position += best.count * len(best.items)
     return result
 
 
-def _matches(items: Sequence[T], at: int, first: tuple[T, ...], rounds: int, shift: Callable[[T, int], T]) -> bool:
-    window = items[at : at + len(first)]
-    return len(window) == len(first) and all(
-        shift(item, rounds) == other for item, other in zip(first, window, strict=True)
-    )
+def _same(items: Sequence[T], start: int, period: int, stride: int, shift: Callable[[T, T], int | None]) -> int:
+    """How many items from `start` on come again one period later, shifted by the stride."""
+    count = 0
+    while start + count + period < len(items):
+        if shift(items[start + count], items[start + count + period]) != stride:
+            break
+        count += 1
+    return count

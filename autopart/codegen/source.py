@@ -17,28 +17,28 @@ from autopart.ir.staged import Staged
 
 def sources(staged: Staged, scheduled: Scheduled, plan: Plan) -> Iterator[str]:
     """The source of every rank, in order; data ranks differ in their headers only."""
-    known: dict[tuple[int, ...], str] = {}
+    known: dict[int, str] = {}
     for rank in range(plan.mesh.size):
-        held = _held(scheduled, plan.mesh.coordinate(rank).get("pp", 0))
-        if held not in known:
-            known[held] = code(staged, scheduled, plan, held)
-        yield _joined(_header(staged, scheduled, plan, rank, held)) + known[held]
+        column = plan.mesh.coordinate(rank).get("pp", 0)
+        if column not in known:
+            known[column] = code(staged, scheduled, plan, column)
+        yield _joined(_header(staged, scheduled, plan, rank, _held(scheduled, column))) + known[column]
 
 
-def code(staged: Staged, scheduled: Scheduled, plan: Plan, held: Sequence[int]) -> str:
-    """What follows the header in the source of the ranks that hold some stages."""
-    degree = plan.mesh.degree("dp")
+def code(staged: Staged, scheduled: Scheduled, plan: Plan, column: int) -> str:
+    """What follows the header in the source of the ranks at place `column` on pp."""
+    degree, held = plan.mesh.degree("dp"), _held(scheduled, column)
     homes = staged.state.homes()
-    layouts = {s: [layout(x, staged.segmented, homes) for x in staged.stages[s]] for s in held}
+    layouts = {s: [layout(x, staged.segmented, homes, staged.kinds(s)) for x in staged.stages[s]] for s in held}
     text = bodies(item for s in held for item in layouts[s])
     local = plan.inputs == "local"
     lines = [*_prologue(staged, held, local and degree > 1), *text.lines, *edges(staged, held)]
     for s in held:
-        lines += stage_text.forward(staged, s, layouts[s], text.names, degree)
-        if any(item.body.backward is not None for item in layouts[s]):
-            last = scheduled.last_backward(s)
-            lines += stage_text.backward(staged, s, layouts[s], text.names, degree, last)
-    lines += step(staged, held, scheduled.table[scheduled.schedule.place[held[0]]], degree, local=local)
+        completed = staged.completed(s, degree, scheduled.unfinished(s))
+        last = scheduled.last_backward(s)
+        for kind in staged.kinds(s):
+            lines += stage_text.function_of(staged, s, kind, layouts[s], text.names, degree, completed, last)
+    lines += step(staged, scheduled, column, degree, local=local)
     return _joined(lines)
 
 
@@ -52,17 +52,20 @@ def _joined(lines: Sequence[str]) -> str:
 
 def _header(staged: Staged, scheduled: Scheduled, plan: Plan, rank: int, held: Sequence[int]) -> list[str]:
     schedule = scheduled.schedule
-    names = [segment.name for s in held for segment in staged.stages[s]]
-    span = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
+    names = {s: [segment.name for segment in staged.stages[s]] for s in held}
+    spans = {s: row[0] if len(row) == 1 else f"{row[0]} to {row[-1]}" for s, row in names.items()}
     where = ", ".join(f"{axis} {place}" for axis, place in plan.mesh.coordinate(rank).items()) or "the only one"
     placements = ", ".join(f"{pattern}: {placement}" for pattern, placement in plan.placements)
     kind = "training" if staged.segmented.captured.training else "forward only"
-    first = (
-        f"Rank {rank} of {plan.mesh.size} ({where}): stage {', '.join(map(str, held))} of {schedule.stages}, {span}."
-    )
+    first = f"Rank {rank} of {plan.mesh.size} ({where}): "
+    if len(held) == 1:
+        first += f"stage {held[0]} of {schedule.stages}, {spans[held[0]]}."
+    else:
+        first += f"stages {', '.join(map(str, held))} of {schedule.stages}."
     return [
         f'"""{first}',
         "",
+        *([*(f"stage {s}: {span}" for s, span in spans.items()), ""] if len(held) > 1 else []),
         f"{kind}, schedule {schedule.name}, {schedule.microbatches} microbatches, placements {placements}",
         "b is the number of samples in the microbatch at hand, B in the whole batch.",
         *(["Each data rank is given its own samples."] if plan.inputs == "local" else []),
@@ -81,8 +84,7 @@ def _header(staged: Staged, scheduled: Scheduled, plan: Plan, rank: int, held: S
 
 def _prologue(staged: Staged, held: Sequence[int], local: bool) -> list[str]:
     captured = staged.segmented.captured
-    wanted = any(stage_text.stage_prologue(staged, s, backward=back) for s in held for back in (False, True))
-    if not wanted:
+    if not any(stage_text.stage_prologue(staged, s, kind) for s in held for kind in staged.kinds(s)):
         return []
     formals = [*(["b", "B"] if local else ["B"]), *(name for _, _, name in prologue_inputs(staged))]
     results = ", ".join(item.value.name for item in captured.of_kind("prologue"))

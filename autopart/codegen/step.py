@@ -6,42 +6,54 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
+from autopart.codegen.bodies import SUFFIX
 from autopart.codegen.functions import call
 from autopart.codegen.roll import Loop, periodic, template
-from autopart.codegen.stages import stage_input_gradients, stage_outputs, stage_prologue, takes_tangents
-from autopart.ir.action import Action, Kind
+from autopart.codegen.stages import (
+    stage_edges,
+    stage_input_gradients,
+    stage_outputs,
+    stage_prologue,
+    stage_results,
+    stores_of,
+    takes_tangents,
+)
+from autopart.ir.action import COMPUTE, Action, Kind, Scheduled
 from autopart.ir.graph import Output, Size, Value
 from autopart.ir.staged import Staged, averaged
 from autopart.ir.state import Unit
 
 
-def step(staged: Staged, stages: Sequence[int], row: Sequence[Action], degree: int, *, local: bool) -> list[str]:
-    """The step of a rank that holds `stages` and performs `row` (compute, SEND and RECV); `degree` is that of dp.
+def step(staged: Staged, scheduled: Scheduled, column: int, degree: int, *, local: bool) -> list[str]:
+    """The step of pp rank `column`, which performs its row of `scheduled`; `degree` is that of dp.
 
-    With `local`, each data rank is given its own samples, so what they add up to is summed over dp. A step without a
-    loss is a generator: it yields its outputs, is sent their gradients, and goes on.
+    What passes between two stages of the rank stays in the store that the first puts it in. With `local`, each data
+    rank is given its own samples, so what they add up to is summed over dp. A step without a loss is a generator: it
+    yields its outputs, is sent their gradients, and goes on.
     """
-    units = [unit for unit in staged.state.units if set(unit.stages) & set(stages)]
+    place, row = scheduled.schedule.place, scheduled.table[column]
+    stages = [stage for stage, at in enumerate(place) if at == column]
+    units = [unit for unit in staged.state.units if column in unit.columns]
     lines = ["", "", "def step(world, batch):", f'    """{_phases(row)}"""']
     lines += _prologue(staged, stages, local and degree > 1)
     stale = [f'world.regather("{unit.name}", axis="dp")' for unit in units if unit.updated_in_parts(degree)]
     if stale:
         lines.append("    # Parameters that the last optimizer step updated in parts are made whole again.")
         lines += _rolled(stale)
-    lines += [f"    {name} = world.store()" for name in _stores(staged, stages)]
+    lines += _stores(staged, stages)
     lines += [f"    {out.name} = {{}}" for out in outputs(staged) if maker(staged, out) in stages]
     results = [out for out in outputs(staged) if out.kind != "input_grad"]
     if staged.segmented.captured.deferred:
         first = begin_of_backward(row)
         lines += _schedule(staged, row[:first])
-        lines += _buffers(staged, stages, degree)
+        lines += _buffers(staged, place, column, degree)
         made, entries = _results(staged, stages, results)
         lines += [*made, "    # The caller computes a loss of these; its backward() sends their gradients."]
         lines += _dict("tangents = yield ", entries)
         row, results = row[first:], []
     lines += _schedule(staged, row)
-    lines += _reductions(staged, stages, units, degree)
-    lines += _buffers(staged, stages, degree) if not staged.segmented.captured.deferred else []
+    lines += _reductions(staged, scheduled, stages, units, degree)
+    lines += _buffers(staged, place, column, degree) if not staged.segmented.captured.deferred else []
     results += [out for out in outputs(staged) if out.kind == "input_grad"]
     made, entries = _results(staged, stages, results)
     return [*lines, *made, *_dict("return ", entries)]
@@ -88,8 +100,7 @@ def _spec(value: Value) -> str:
 
 
 def _prologue(staged: Staged, stages: Sequence[int], local: bool) -> list[str]:
-    wanted = {name for s in stages for back in (False, True) for name in stage_prologue(staged, s, backward=back)}
-    if not wanted:
+    if not any(stage_prologue(staged, s, kind) for s in stages for kind in staged.kinds(s)):
         return []
     names = [item.target for item in staged.segmented.captured.of_kind("prologue")]
     args = ["batch.samples", "batch.size"] if local else ["batch.size"]
@@ -118,32 +129,33 @@ def _edge(source: int, target: int) -> str:
 
 
 def _stores(staged: Staged, stages: Sequence[int]) -> list[str]:
-    touched = [e for e in staged.edges if e.source in stages or e.target in stages]
-    saved = [f"saved_{s}" for s in stages if saves(staged, s)]
-    return [*saved, *(_edge(e.source, e.target) for e in touched)]
-
-
-def saves(staged: Staged, stage: int) -> bool:
-    """Whether a stage keeps anything for a backward."""
-    return any(staged.segmented.bodies[s.body].backward is not None for s in staged.stages[stage])
+    kept = [f"{name}_{s}" for s in stages for kind in staged.kinds(s) if (name := stores_of(staged, s, kind)[1])]
+    lines = [f"    {name} = world.store()" for name in kept]
+    for edge in (e for e in staged.edges if e.source in stages or e.target in stages):
+        local = "  # from stage to stage on this rank" if edge.source in stages and edge.target in stages else ""
+        lines.append(f"    {_edge(edge.source, edge.target)} = world.store(){local}")
+    return lines
 
 
 def _schedule(staged: Staged, row: Sequence[Action]) -> list[str]:
-    def shifted(action: Action, rounds: int) -> Action:
-        return replace(action, microbatch=action.microbatch + rounds)
-
     lines: list[str] = []
-    for item in periodic(row, shifted):
+    for item in periodic(row, _shift):
         if isinstance(item, Loop):
-            low = min(action.microbatch for action in item.items)
-            span = f"range({low}, {low + item.count})" if low else f"range({item.count})"
-            lines.append(f"    for k in {span}:")
+            low, stride = min(action.microbatch for action in item.items), item.stride
+            steps = [low, low + stride * item.count, stride]
+            lines.append(f"    for k in range({', '.join(map(str, steps if stride > 1 else steps[not low : 2]))}):")
             for action in item.items:
                 offset = action.microbatch - low
                 lines += _action(staged, action, f"k + {offset}" if offset else "k", "        ")
         else:
             lines += _action(staged, item, str(item.microbatch), "    ")
     return lines
+
+
+def _shift(action: Action, later: Action) -> int | None:
+    """By how many microbatches the second action comes later than the first; None if it is another one."""
+    by = later.microbatch - action.microbatch
+    return by if replace(action, microbatch=later.microbatch) == later else None
 
 
 def _action(staged: Staged, action: Action, k: str, indent: str) -> list[str]:
@@ -155,39 +167,41 @@ def _action(staged: Staged, action: Action, k: str, indent: str) -> list[str]:
         case Kind.RECV:
             like, edge = f"edge_{peer}_{stage}(batch.sizes[{k}])", _edge(peer, stage)
             return [f"{indent}{edge}[{k}] = world.recv({like}, stage={stage}, source={peer}, microbatch={k})"]
-        case Kind.F | Kind.B:
-            body = _forward(staged, stage, k) if action.kind is Kind.F else _backward(staged, stage, k)
+        case Kind.F | Kind.B | Kind.I | Kind.W:
+            body = _compute(staged, stage, action.kind, k)
             head = f'{indent}with world.action("{action.kind}", stage={stage}, microbatch={k}):'
             return [head, *(f"{indent}    {line}" for line in body)]
         case _:
             raise AssertionError(f"no text for {action}")
 
 
-def _forward(staged: Staged, stage: int, k: str) -> list[str]:
-    results = [f"{_edge(stage, e.target)}[{k}]" for e in staged.out_of(stage, forward=True)]
-    results += [f"{name}[{k}]" for name in stage_outputs(staged, stage)]
-    results += [f"saved_{stage}[{k}]"] if saves(staged, stage) else []
-    args = ["world", "batch", k, *(f"{_edge(e.source, stage)}.pop({k})" for e in staged.into(stage, forward=True))]
-    args += stage_prologue(staged, stage, backward=False)
-    return call(f"{', '.join(results)} = stage{stage}_forward", args, "")
+def _compute(staged: Staged, stage: int, kind: Kind, k: str) -> list[str]:
+    """The call of a stage's function: from its stores, to its stores."""
+    if kind is not Kind.F and not staged.phases(stage, kind):
+        later = kind is Kind.I and staged.phases(stage, Kind.W)
+        return [
+            f"pass  # {'no gradient leaves this stage: its backward is all W' if later else 'nothing here is trained'}"
+        ]
+    taken, kept = stores_of(staged, stage, kind)
+    edges_in, edges_out = stage_edges(staged, stage, kind)
+    results = [f"{_edge(stage, edge.target)}[{k}]" for edge in edges_out]
+    results += [f"{name}[{k}]" for name in stage_results(staged, stage, kind)]
+    results += [f"{kept}_{stage}[{k}]"] * bool(kept)
+    args = ["world", "batch", k, *([f"{taken}_{stage}.pop({k})"] if taken else [])]
+    args += ["tangents"] * takes_tangents(staged, stage, kind)
+    args += [f"{_edge(edge.source, stage)}.pop({k})" for edge in edges_in]
+    args += stage_prologue(staged, stage, kind)
+    return call((f"{', '.join(results)} = " if results else "") + f"stage{stage}_{SUFFIX[kind]}", args, "")
 
 
-def _backward(staged: Staged, stage: int, k: str) -> list[str]:
-    if not saves(staged, stage):
-        return ["pass  # nothing here is trained"]
-    results = [f"{_edge(stage, e.target)}[{k}]" for e in staged.out_of(stage, forward=False)]
-    results += [f"{name}[{k}]" for name in stage_input_gradients(staged, stage)]
-    args = ["world", "batch", k, f"saved_{stage}.pop({k})", *(["tangents"] if takes_tangents(staged, stage) else [])]
-    args += [f"{_edge(e.source, stage)}.pop({k})" for e in staged.into(stage, forward=False)]
-    args += stage_prologue(staged, stage, backward=True)
-    return call((f"{', '.join(results)} = " if results else "") + f"stage{stage}_backward", args, "")
-
-
-def _reductions(staged: Staged, stages: Sequence[int], units: Sequence[Unit], degree: int) -> list[str]:
+def _reductions(
+    staged: Staged, scheduled: Scheduled, stages: Sequence[int], units: Sequence[Unit], degree: int
+) -> list[str]:
     """Wait for the reductions that the backwards began; then gradients of shared parameters meet."""
     here = {unit.name for unit in units}
-    shared = [unit for unit in staged.trained() if unit.name in here and len(unit.stages) > 1]
-    begun = any(unit.reduced_at_once(degree) for unit in units) or any(staged.completed(s, degree) for s in stages)
+    shared = [unit for unit in staged.trained() if unit.name in here and len(unit.columns) > 1]
+    begun = any(unit.reduced_at_once(degree) for unit in units)
+    begun |= any(staged.completed(stage, degree, scheduled.unfinished(stage)) for stage in stages)
     lines = ["    world.wait()  # until the gradients that are being reduced are there"] if begun else []
     if shared:
         lines.append("    # Parameters that several stages use have one gradient, the sum of theirs.")
@@ -196,7 +210,7 @@ def _reductions(staged: Staged, stages: Sequence[int], units: Sequence[Unit], de
     return lines
 
 
-def _buffers(staged: Staged, stages: Sequence[int], degree: int) -> list[str]:
+def _buffers(staged: Staged, place: Sequence[int], column: int, degree: int) -> list[str]:
     """The lines that make updated buffers one over dp, and known to every stage."""
     over_dp: list[str] = []
     over_pp: list[str] = []
@@ -204,9 +218,9 @@ def _buffers(staged: Staged, stages: Sequence[int], degree: int) -> list[str]:
         updated = staged.updated(stage)
         for name, kind in (("average", True), ("maximum", False)):
             names = [f'"{target}"' for target, value in updated if averaged(value) == kind]
-            if names and stage in stages and degree > 1:
+            if names and place[stage] == column and degree > 1:
                 over_dp += call(f"world.{name}_buffers", [*names, 'axis="dp"'], "")
-        if updated and len(staged.stages) > 1:
+        if updated and len(set(place)) > 1:
             names = [f'"{target}"' for target, _ in updated]
             over_pp += call("world.broadcast_buffers", [*names, f"stage={stage}"], "")
     lines = ["# Updated buffers are made one over the data ranks.", *over_dp] if over_dp else []
@@ -281,17 +295,27 @@ def _results(staged: Staged, stages: Sequence[int], wanted: Iterable[Output]) ->
 
 
 def _phases(row: Sequence[Action]) -> str:
-    """The row in a line: runs of equal action kinds with their counts."""
-    compute = [action for action in row if action.kind in (Kind.F, Kind.B)]
-    first = next((i for i, action in enumerate(compute) if action.kind is Kind.B), len(compute))
-    last = next((i for i, a in enumerate(reversed(compute)) if a.kind is Kind.F), 0)
-    if first == len(compute):
-        return f"{first} forwards."
-    steady = (len(compute) - (first - 1) - (last - 1)) // 2
-    if steady <= 1:
-        return f"{first} forward{'s' * (first > 1)}, then {last} backward{'s' * (last > 1)}."
-    parts = [f"{first - 1} forward{'s' * (first > 2)} to warm up" if first > 1 else ""]
-    parts.append(f"{steady} times one forward and one backward")
-    parts.append(f"{last - 1} backward{'s' * (last > 2)} to drain" if last > 1 else "")
+    """The row in a line: how many forwards and backwards come before, during and after their taking turns."""
+    kinds = "".join(action.kind for action in row if action.kind in COMPUTE)
+    if "W" in kinds:
+        told = {"F": "forward", "B": "whole backward", "I": "backward for inputs", "W": "backward for weights"}
+        parts = [_counted(kinds.count(kind), name) for kind, name in told.items() if kind in kinds]
+        return f"{', '.join(parts[:-1])} and {parts[-1]}."
+    if "B" not in kinds:
+        return f"{_counted(len(kinds), 'forward')}."
+    first, last = kinds.index("B"), len(kinds) - 1 - kinds.rindex("F")
+    if first + last == len(kinds):
+        return f"{_counted(first, 'forward')}, then {_counted(last, 'backward')}."
+    forwards, backwards = (kinds[first - 1 : len(kinds) - last + 1].count(kind) for kind in "FB")
+    turns = f"{forwards} times one forward and one backward"
+    if kinds[first - 1 : first - 1 + 2 * forwards] != "FB" * forwards:
+        turns = f"{_counted(forwards, 'forward')} and {_counted(backwards, 'backward')} by turns"
+    parts = [f"{_counted(first - 1, 'forward')} to warm up" if first > 1 else "", turns]
+    parts.append(f"{_counted(last - 1, 'backward')} to drain" if last > 1 else "")
     text = ", ".join(part for part in parts if part)
     return text[0].upper() + text[1:] + "."
+
+
+def _counted(count: int, what: str) -> str:
+    """``2 backwards for inputs``."""
+    return f"{count} {what.replace('ward', 'wards', 1) if count != 1 else what}"

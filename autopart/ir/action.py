@@ -31,6 +31,9 @@ class Kind(StrEnum):
     REDUCE = "REDUCE"
 
 
+ENDS = frozenset({Kind.B, Kind.W})
+"""What ends the backward of a microbatch on a stage: its gradients are complete then, and what it kept is free."""
+
 COMPUTE = frozenset({Kind.F, Kind.B, Kind.I, Kind.W, Kind.R, Kind.PAIR, Kind.S, Kind.T})
 
 _TEXT = re.compile(r"(-?\d+)([A-Z]+)(-?\d+)(?:s(\d+))?(?:p(\d+))?(?:>(\d+))?(?:@(\S+))?")
@@ -194,9 +197,15 @@ class Scheduled:
     table: tuple[tuple[Action, ...], ...]
 
     def last_backward(self, stage: int) -> int:
-        """The microbatch whose backward a stage performs last, after which its gradients are complete; -1 for none."""
-        done = [a.microbatch for a in self.table[self.schedule.place[stage]] if a.stage == stage and a.kind is Kind.B]
+        """The microbatch whose B or W a stage performs last, after which its gradients are complete; -1 for none."""
+        done = [a.microbatch for a in self.table[self.schedule.place[stage]] if a.stage == stage and a.kind in ENDS]
         return done[-1] if done else -1
+
+    def unfinished(self, stage: int) -> frozenset[int]:
+        """The stages of the same rank that have a backward to do after the last one of `stage`."""
+        row = self.table[self.schedule.place[stage]]
+        ended = max((i for i, a in enumerate(row) if a.stage == stage and a.kind in ENDS), default=len(row))
+        return frozenset(action.stage for action in row[ended + 1 :] if action.kind in ENDS)
 
     def __str__(self) -> str:
         """One line a rank, actions separated by commas."""

@@ -22,7 +22,10 @@ INPUTS = ("global", "local")
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A contiguous run of segments and the ranks that hold it (several where the batch is split over data ranks)."""
+    """A contiguous run of segments and the ranks that hold it (several where the batch is split over data ranks).
+
+    A pipeline rank may hold several stages: then they have the same ranks.
+    """
 
     segments: tuple[str, ...]
     ranks: tuple[int, ...]
@@ -30,7 +33,7 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class StageMemory:
-    """Predicted peak bytes of each rank of a stage, by state."""
+    """Predicted peak bytes of each rank that holds a stage, by state, with all the stages that it holds."""
 
     parameters: int = 0
     optimizer: int = 0
@@ -69,7 +72,7 @@ class Plan:
     mesh: Mesh
     stages: tuple[Stage, ...]
     placements: tuple[tuple[str, Placement], ...]  # (pattern, placement), the first match holds, the last is '*'
-    schedule: str
+    schedule: str  # as `schedules.spell` writes it: a name, with options if any, or a table of actions as CSV
     microbatches: int
     recompute: tuple[str, ...]  # the segments whose backward computes their forward again
     batch: int  # the whole batch of the sample call
@@ -80,10 +83,15 @@ class Plan:
     inputs: str = "global"  # what each rank passes: the whole batch, or ("local") the samples of its data rank
 
     def __post_init__(self) -> None:
-        if self.mesh.degree("pp") != len(self.stages):
-            raise ValueError(f"plan: {len(self.stages)} stages on a mesh of {self.mesh} (pp stages are expected)")
-        if sorted(rank for stage in self.stages for rank in stage.ranks) != list(range(self.mesh.size)):
-            raise ValueError(f"plan: the ranks of the stages are not the {self.mesh.size} ranks of the mesh, each once")
+        columns = [stage_ranks(self.mesh, column) for column in range(self.mesh.degree("pp"))]
+        for number, stage in enumerate(self.stages):
+            if stage.ranks not in columns:
+                raise ValueError(
+                    f"plan: stage {number} is on the ranks {stage.ranks}; on a mesh of {self.mesh} a stage is on "
+                    f"{' or '.join(map(str, columns))}"
+                )
+        if idle := [column for column in columns if column not in [stage.ranks for stage in self.stages]]:
+            raise ValueError(f"plan: no stage is on the ranks {idle[0]} of the mesh {self.mesh}")
         names = [name for stage in self.stages for name in stage.segments]
         if len(set(names)) != len(names) or not all(stage.segments for stage in self.stages):
             raise ValueError("plan: every stage needs a segment, and every segment exactly one stage")
@@ -102,6 +110,11 @@ class Plan:
             raise ValueError(f"plan: the prediction must speak of {len(self.stages)} stages")
         if self.prediction.sent and len(self.prediction.sent) != self.mesh.size:
             raise ValueError(f"plan: bytes sent must be given for all {self.mesh.size} ranks or for none")
+
+    @property
+    def place(self) -> tuple[int, ...]:
+        """The pp rank of each stage."""
+        return tuple(self.mesh.coordinate(stage.ranks[0]).get("pp", 0) for stage in self.stages)
 
     @property
     def cuts(self) -> tuple[str, ...]:
@@ -172,9 +185,9 @@ def first_match(placements: tuple[tuple[str, Placement], ...], name: str) -> Pla
     raise ValueError(f"placement: no pattern matches {name!r}; end with '*'")
 
 
-def stage_ranks(mesh: Mesh, stage: int) -> tuple[int, ...]:
-    """The ranks of a mesh that hold a stage: those at its place on the pp axis."""
-    return tuple(rank for rank in range(mesh.size) if mesh.coordinate(rank).get("pp", 0) == stage)
+def stage_ranks(mesh: Mesh, column: int) -> tuple[int, ...]:
+    """The ranks of a mesh that hold the stages of pp rank `column`."""
+    return tuple(rank for rank in range(mesh.size) if mesh.coordinate(rank).get("pp", 0) == column)
 
 
 def _no_constant(name: str) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import fields
 from itertools import pairwise
@@ -47,20 +48,28 @@ def spans(names: Sequence[str], every: Sequence[str]) -> str:
     return ", ".join(span(tuple(run)) for run in runs)
 
 
+def schedule(text: str) -> str:
+    """A plan's schedule in a line: its name, or the size of its table."""
+    rows = text.split("\n")
+    return f"by a table of {len(rows)} row{'s' * (len(rows) > 1)}" if re.match(r"\(*\d+[A-Z]", text) else text
+
+
 def summary(plan: Plan) -> str:
     """Choices, a table with a row a stage, and predictions."""
     predicted, every = plan.prediction, [name for stage in plan.stages for name in stage.segments]
     rows = [["stage", "segments", "ranks", "time", *_STATES, "peak"]]
     for number, stage in enumerate(plan.stages):
-        memory = predicted.memory[number]
+        memory, first = predicted.memory[number], plan.place.index(plan.place[number])
+        held = [format_bytes(size) for size in (*(getattr(memory, state) for state in _STATES), memory.total)]
         rows.append(
             [str(number), f"{len(stage.segments)}: {span(stage.segments)}", _ranks(stage.ranks)]
             + [format_seconds(predicted.stage_seconds[number])]
-            + [format_bytes(getattr(memory, state)) for state in _STATES]
-            + [format_bytes(memory.total)]
+            # a rank holds the memory of its stages together
+            + (held if first == number else [f"with stage {first}", *[""] * len(_STATES)])
         )
     head = [
-        f"mesh {plan.mesh}, schedule {plan.schedule}, {plan.microbatches} microbatch{'es' * (plan.microbatches > 1)}"
+        f"mesh {plan.mesh}, schedule {schedule(plan.schedule)}, "
+        f"{plan.microbatches} microbatch{'es' * (plan.microbatches > 1)}"
         f" of a batch of {plan.batch}",
         "placement " + "; ".join(f"{pattern}: {placement}" for pattern, placement in plan.placements),
         *([f"recompute {spans(plan.recompute, every)}"] if plan.recompute else []),
@@ -74,15 +83,18 @@ def explain(plan: Plan) -> str:
     predicted = plan.prediction
     slow = max(range(len(plan.stages)), key=lambda s: predicted.stage_seconds[s])
     full = max(range(len(plan.stages)), key=lambda s: predicted.memory[s].total)
+    together = [s for s, column in enumerate(plan.place) if column == plan.place[full]]
+    held = ", ".join(span(plan.stages[s].segments) for s in together)
     parts = [(state, getattr(predicted.memory[full], state)) for state in _STATES]
     largest = " + ".join(f"{format_bytes(size)} {state}" for state, size in parts if size)
     return "\n".join(
         [
-            f"mesh {plan.mesh}, schedule {plan.schedule}, microbatches {plan.microbatches}",
+            f"mesh {plan.mesh}, schedule {schedule(plan.schedule)}, microbatches {plan.microbatches}",
             *(f"- {note}" for note in plan.notes),
             f"- slowest is stage {slow} ({span(plan.stages[slow].segments)}):"
             f" {format_seconds(predicted.stage_seconds[slow])} a microbatch",
-            f"- fullest is stage {full} ({span(plan.stages[full].segments)}):"
+            f"- fullest {'is stage' if len(together) == 1 else 'are the ranks of stages'}"
+            f" {' and '.join(map(str, together))} ({held}):"
             f" {format_bytes(predicted.memory[full].total)} = {largest or 'nothing'}",
             f"- optimality: {plan.optimality}",
         ]
@@ -105,6 +117,7 @@ def _flat(plan: Plan) -> dict[str, str]:
     facts = {field.name: str(getattr(plan, field.name)) for field in fields(plan)}
     for structured in ("stages", "placements", "prediction", "notes", "recompute"):
         del facts[structured]
+    facts["schedule"] = plan.schedule.replace("\n", " | ")
     facts["placement"] = "; ".join(f"{pattern}: {placement}" for pattern, placement in plan.placements)
     facts["recompute"] = ", ".join(plan.recompute) or "nothing"
     for number, stage in enumerate(plan.stages):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
+from autopart.ir.action import Kind
 from autopart.ir.graph import Value
-from autopart.ir.segmented import Segment, Segmented
+from autopart.ir.segmented import Phase, Segment, Segmented
 from autopart.ir.sharded import Sharded
 from autopart.ir.state import State, Unit, used_units
 
@@ -35,17 +37,39 @@ def averaged(buffer: Value) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Staged:
-    """The step cut into stages. ``stages[s]`` are the segments of stage s, in order."""
+    """The step cut into stages. ``stages[s]`` are the segments of stage s, in order.
+
+    `backwards` are, by stage, the kinds of actions that perform a backward: B; or, in two, I and W; or all three, where
+    microbatches differ. Without it they are B.
+    """
 
     sharded: Sharded
     stages: tuple[tuple[Segment, ...], ...]
     edges: tuple[Edge, ...]
     state: State
+    backwards: tuple[tuple[Kind, ...], ...] = ()
 
     @property
     def segmented(self) -> Segmented:
         """The segments, their bodies and the graph."""
         return self.sharded.segmented
+
+    def kinds(self, stage: int) -> tuple[Kind, ...]:
+        """The kinds of actions that a stage performs in a training step."""
+        return Kind.F, *(self.backwards[stage] if self.backwards else (Kind.B,))
+
+    def phases(self, stage: int, kind: Kind) -> tuple[tuple[Segment, Phase], ...]:
+        """What an action of a stage consists of, in order: the last segment comes first in a backward."""
+        row = self.stages[stage] if kind is Kind.F else reversed(self.stages[stage])
+        found = ((segment, self.segmented.phase(segment, kind)) for segment in row)
+        return tuple((segment, phase) for segment, phase in found if phase is not None)
+
+    def enters(self, stage: int, kind: Kind) -> bool:
+        """Whether an action begins a stage's backward: it takes the gradients that come in, and what F saved.
+
+        That is W where I has nothing to do.
+        """
+        return kind is Kind.B or bool(self.phases(stage, Kind.I)) == (kind is Kind.I)
 
     def trained(self) -> tuple[Unit, ...]:
         """The units that get gradients in this step."""
@@ -53,17 +77,24 @@ class Staged:
         graded = {homes[out.target].name for out in self.segmented.captured.outputs if out.kind == "grad"}
         return tuple(unit for unit in self.state.units if unit.trainable and unit.name in graded)
 
-    def completed(self, stage: int, degree: int) -> dict[str, tuple[Unit, ...]]:
-        """By segment of a stage, the units whose gradients of a microbatch are complete after the segment's backward.
+    def completed(self, stage: int, degree: int, unfinished: Collection[int] = ()) -> dict[str, tuple[Unit, ...]]:
+        """By segment of a stage, the units whose gradients are complete after the segment's last backward.
 
         Those that are reduced over `degree` data ranks once a step. A unit of several segments is complete after the
-        first of them, which the backward reaches last.
+        first of them, which the backward reaches last; one that the stages `unfinished` of the rank use too, after
+        theirs.
         """
         homes = self.state.homes()
+        waiting = {
+            unit.name
+            for other in unfinished
+            for segment in self.stages[other]
+            for unit in used_units(segment.gradients, homes)
+        }
         first: dict[str, str] = {}
         for segment in self.stages[stage]:
             for unit in used_units(segment.gradients, homes):
-                if degree > 1 and not unit.reduced_at_once(degree):
+                if degree > 1 and not unit.reduced_at_once(degree) and unit.name not in waiting:
                     first.setdefault(unit.name, segment.name)
         units = {unit.name: unit for unit in self.state.units}
         found: dict[str, tuple[Unit, ...]] = {}

@@ -52,13 +52,21 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """Parameters that are placed, gathered and reduced together. `stages` are the stages that use it."""
+    """Parameters that are placed, gathered and reduced together.
+
+    `stages` are the stages that use it, `columns` the pp ranks that hold those, in ascending order (without them, the
+    numbers of the stages: a stage a rank).
+    """
 
     name: str
     parameters: tuple[Parameter, ...]
     trainable: bool
     modes: Modes
     stages: tuple[int, ...]
+    columns: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "columns", self.columns or self.stages)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -74,6 +82,10 @@ class Unit:
     def nbytes(self) -> int:
         """The bytes of the whole unit."""
         return self.numel * self.dtype.itemsize
+
+    def holds(self, targets: Iterable[str]) -> bool:
+        """Whether some of these parameters are in it."""
+        return not {parameter.target for parameter in self.parameters}.isdisjoint(targets)
 
     def part_numel(self, part: int, parts: int) -> int:
         """The elements of one part."""

@@ -15,12 +15,11 @@ from math import ceil
 import torch
 
 from autopart.codegen.step import outputs
-from autopart.ir.action import Action, Kind, Scheduled
+from autopart.ir.action import ENDS, Action, Kind, Scheduled
 from autopart.ir.mesh import pieces
 from autopart.ir.plan import Plan, StageMemory
-from autopart.ir.segmented import Segment
 from autopart.ir.staged import Staged, averaged
-from autopart.ir.state import Unit
+from autopart.ir.state import Unit, used_units
 from autopart.ir.traffic import COLLECTIVES, sent_bytes
 from autopart.passes.activations import peak_activations
 from autopart.passes.costs import recomputed
@@ -50,7 +49,7 @@ def predict_traffic(staged: Staged, scheduled: Scheduled, plan: Plan) -> tuple[S
     shares = pieces(plan.batch, degree)
     first = replace(scheduled, table=tuple(tuple(a for a in row if a.microbatch == 0) for row in scheduled.table))
     rows = with_collectives(staged, first, degree)
-    held = [_held(staged, places, column) for column in range(len(rows))]
+    held = [_held(staged, column) for column in range(len(rows))]
     wires = {unit.name: unit.wire_bytes(degree) for unit in staged.state.units}
     at_once = {unit.name for unit in staged.state.units if unit.reduced_at_once(degree)}
     everywhere = tuple(_outputs(staged, plan))
@@ -60,7 +59,7 @@ def predict_traffic(staged: Staged, scheduled: Scheduled, plan: Plan) -> tuple[S
     for rank in range(mesh.size):
         here = mesh.coordinate(rank)
         column, part = here.get("pp", 0), here.get("dp", 0)
-        across = tuple(_across_stages(staged, held[column], places, part, degree))
+        across = tuple(_across_stages(staged, held[column], part, degree))
         key = column, shares[part], across
         if key not in known:
             sizes = pieces(shares[part], plan.microbatches)
@@ -69,15 +68,15 @@ def predict_traffic(staged: Staged, scheduled: Scheduled, plan: Plan) -> tuple[S
             calls += _buffers(staged, places, column, degree)
             calls += _counts(staged, degree) if plan.inputs == "local" and reads[column] else ()
             stages = [stage for stage, place in enumerate(places) if place == column]
-            calls += _once(staged, held[column], stages, wires, degree)
+            calls += _once(staged, scheduled, held[column], stages, wires, degree)
             known[key] = _added(_sends(staged, scheduled.table[column], sizes), calls)
         made.append(known[key])
     return tuple(made)
 
 
-def _held(staged: Staged, places: Sequence[int], column: int) -> tuple[Unit, ...]:
+def _held(staged: Staged, column: int) -> tuple[Unit, ...]:
     """The units of the stages that a pp rank holds."""
-    return tuple(unit for unit in staged.state.units if any(places[stage] == column for stage in unit.stages))
+    return tuple(unit for unit in staged.state.units if column in unit.columns)
 
 
 def _added(send: int, calls: Sequence[tuple[str, int, int, int]]) -> Sent:
@@ -103,9 +102,22 @@ def _each_microbatch(row: Sequence[Action], wires: Mapping[str, int], degree: in
             yield kinds[action.kind], wires[action.unit], degree, times * microbatches
 
 
-def _once(staged: Staged, units: Sequence[Unit], stages: Sequence[int], wires: Mapping[str, int], degree: int) -> Calls:
+def _completed(staged: Staged, scheduled: Scheduled, stages: Sequence[int], degree: int) -> list[Unit]:
+    """The units of a rank's stages whose accumulated gradients are reduced on dp, each once."""
+    rows = [staged.completed(stage, degree, scheduled.unfinished(stage)) for stage in stages]
+    return [unit for row in rows for units in row.values() for unit in units]
+
+
+def _once(
+    staged: Staged,
+    scheduled: Scheduled,
+    units: Sequence[Unit],
+    stages: Sequence[int],
+    wires: Mapping[str, int],
+    degree: int,
+) -> Calls:
     """What a step does once on dp: parameters updated in parts are made whole; accumulated gradients are reduced."""
-    reduced = [unit for stage in stages for each in staged.completed(stage, degree).values() for unit in each]
+    reduced = _completed(staged, scheduled, stages, degree)
     for unit in units:
         if unit.updated_in_parts(degree):
             yield "all_gather", wires[unit.name], degree, 1
@@ -133,13 +145,13 @@ def _counts(staged: Staged, degree: int) -> Calls:
         yield "all_reduce", item.value.nbytes(1), degree, 1
 
 
-def _across_stages(staged: Staged, units: Sequence[Unit], places: Sequence[int], part: int, degree: int) -> Calls:
-    """Gradients of parameters that several stages use, summed over those stages: the part that is held, unpadded."""
+def _across_stages(staged: Staged, units: Sequence[Unit], part: int, degree: int) -> Calls:
+    """Gradients of parameters that several pp ranks use, summed over those: the part that is held, unpadded."""
     trained = {unit.name for unit in staged.trained()}
     for unit in units:
-        if unit.name in trained and len(unit.stages) > 1:
+        if unit.name in trained and len(unit.columns) > 1:
             numel = unit.part_numel(part, degree) if unit.held_in_parts(degree) else unit.numel
-            yield "all_reduce", numel * unit.dtype.itemsize, len({places[stage] for stage in unit.stages}), 1
+            yield "all_reduce", numel * unit.dtype.itemsize, len(unit.columns), 1
 
 
 def _buffers(staged: Staged, places: Sequence[int], column: int, degree: int) -> Calls:
@@ -151,7 +163,7 @@ def _buffers(staged: Staged, places: Sequence[int], column: int, degree: int) ->
         for (_, mean), nbytes in sizes.items():
             if place == column and degree > 1:
                 yield "all_reduce" if mean else "all_gather", nbytes if mean else nbytes * degree, degree, 1
-            if len(places) > 1:
+            if len(set(places)) > 1:
                 yield "broadcast", nbytes, len(set(places)), 1
 
 
@@ -187,7 +199,7 @@ def _rank_memory(
     staged: Staged, scheduled: Scheduled, plan: Plan, column: int, part: int, optimizer_ratio: float
 ) -> StageMemory:
     degree, places = plan.mesh.degree("dp"), scheduled.schedule.place
-    units = _held(staged, places, column)
+    units = _held(staged, column)
 
     def held(unit: Unit, in_parts: bool) -> int:
         return (unit.part_numel(part, degree) if in_parts else unit.numel) * unit.dtype.itemsize
@@ -203,26 +215,32 @@ def _rank_memory(
         optimizer=ceil(optimizer_ratio * updated),
         gradients=sum(held(unit, unit.reduced_at_once(degree)) for unit in trained),
         activations=peak_activations(staged, scheduled, column, sizes, whole=degree * plan.microbatches == 1),
-        transient=_transient(segments, units, degree)
-        + _padding(staged, stages, degree)
+        transient=_transient(staged, scheduled, column, degree)
+        + _padding(_completed(staged, scheduled, stages, degree), degree)
         + max((again[segment.body] for segment in segments), default=0),
     )
 
 
-def _transient(segments: Sequence[Segment], units: Sequence[Unit], degree: int) -> int:
+def _transient(staged: Staged, scheduled: Scheduled, column: int, degree: int) -> int:
     """Parameters gathered for a segment, and for the next that gathers any; whole gradients of two units on their way.
 
-    Two units follow each other within a microbatch, or from the end of one to the beginning of the next.
+    Two units that are reduced follow each other within a microbatch, or from the end of a backward to the beginning of
+    the rank's next one.
     """
-    home = {parameter.target: unit for unit in units for parameter in unit.parameters}
-    used = [{home[target].name: home[target] for target in each.parameters}.values() for each in segments]
-    gathered = [sum(u.wire_bytes(degree) for u in row if u.gathered(degree)) for row in used]
-    reduced = [u.wire_bytes(degree) for row in used for u in row if u.reduced_at_once(degree)]
-    ahead = max((a + b for a, b in pairwise([*filter(None, gathered), 0])), default=0)
-    return ahead + max((a + b for a, b in pairwise([*reduced, *reduced[:1]])), default=0)
+    if degree == 1:
+        return 0
+    homes, ahead = staged.state.homes(), 0
+    reduced: dict[int, list[int]] = {}
+    for stage in (stage for stage, place in enumerate(scheduled.schedule.place) if place == column):
+        used = [used_units(segment.parameters, homes) for segment in staged.stages[stage]]
+        gathered = [sum(u.wire_bytes(degree) for u in row if u.gathered(degree)) for row in used]
+        reduced[stage] = [u.wire_bytes(degree) for row in reversed(used) for u in row if u.reduced_at_once(degree)]
+        ahead = max([ahead, *(a + b for a, b in pairwise([*filter(None, gathered), 0]))])
+    order = [action.stage for action in scheduled.table[column] if action.kind in ENDS]
+    on_the_way = [size for stage in order for size in reduced[stage]]
+    return ahead + max((a + b for a, b in pairwise([*on_the_way, 0])), default=0)
 
 
-def _padding(staged: Staged, stages: Sequence[int], degree: int) -> int:
+def _padding(completed: Sequence[Unit], degree: int) -> int:
     """Bytes on the wire beyond the gradients themselves, of those that are reduced to parts once a step."""
-    completed = [unit for s in stages for row in staged.completed(s, degree).values() for unit in row]
     return sum(unit.wire_bytes(degree) - unit.nbytes for unit in completed if unit.updated_in_parts(degree))

@@ -7,41 +7,65 @@ after:  0F0 0SEND0>1 0F1 0SEND1>1 0RECV0>1 0B0 0RECV1>1 0B1, and with `with_coll
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 
 from autopart import schedules
-from autopart.ir.action import Action, Kind, Scheduled
+from autopart.ir import plan_text
+from autopart.ir.action import ENDS, Action, Kind, Schedule, Scheduled
 from autopart.ir.plan import Plan
 from autopart.ir.staged import Staged
 from autopart.ir.state import Unit, used_units
-
-FORWARDS_FIRST = "gpipe"
-"""The schedule of all forwards, then all backwards."""
+from autopart.schedules import placed
+from autopart.schedules.spell import is_table
 
 
 def schedule(staged: Staged, plan: Plan) -> Scheduled:
-    """The lowered schedule. A program without a backward runs all its forwards in order.
+    """The lowered schedule. A program without a backward runs its forwards in rounds.
 
-    Raises ValueError for a step without a loss under a schedule that begins a backward before all forwards are done,
-    and for a schedule that needs what programs cannot do yet.
+    Raises ValueError for a schedule that places stages elsewhere than the plan does, one that needs what programs
+    cannot do yet, and a step without a loss under one that begins a backward before all forwards are done.
     """
     captured = staged.segmented.captured
-    if captured.deferred:
-        check_deferred(plan.schedule)
-    name = plan.schedule if captured.training else "forward"
-    built = schedules.build(name, ranks=len(staged.stages), microbatches=plan.microbatches)
-    schedules.check_executable(built)
-    edges = frozenset((edge.source, edge.target) for edge in staged.edges)
-    return schedules.lower(schedules.unpaired(built), edges)
-
-
-def check_deferred(name: str | None) -> None:
-    """Refuse a schedule, given by name, that a step without a loss cannot follow."""
-    if name not in (None, FORWARDS_FIRST):
+    if captured.training:
+        built = schedules.make(plan.schedule, ranks=plan.mesh.degree("pp"), microbatches=plan.microbatches)
+    else:
+        built = placed.forwards(plan.place, plan.microbatches)
+    if built.place != plan.place:
         raise ValueError(
-            f"schedule: {name!r} begins backwards before all forwards are done, but the module returns no loss that "
-            "requires grad, so what its outputs are used for is known only after the call; leave the schedule out "
-            f"(it is {FORWARDS_FIRST!r} then), or return the loss from forward, or pass loss_fn= and call train_step"
+            f"schedule: {plan_text.schedule(plan.schedule)} has its {built.stages} stages on the pipeline ranks "
+            f"{built.place}, but the plan its {len(plan.place)} stages on {plan.place}; plan again with this schedule"
         )
+    built = schedules.executable(built)
+    if captured.deferred:
+        _check_deferred(built)
+    return schedules.lower(built, frozenset((edge.source, edge.target) for edge in staged.edges))
+
+
+def check_deferred(schedule: str | Schedule | None) -> None:
+    """Refuse a schedule, as it was given, that a step without a loss cannot follow."""
+    if schedule is None:
+        return
+    text = schedules.spell(schedule)
+    _check_deferred(schedules.read(text) if is_table(text) else schedules.make(text, ranks=4, microbatches=8))
+
+
+def _check_deferred(built: Schedule) -> None:
+    if not placed.is_forwards_first(built):
+        raise ValueError(
+            f"schedule: {built.name!r} begins backwards before all forwards are done, but the module returns no loss "
+            "that requires grad, so what its outputs are used for is known only after the call; leave the schedule out "
+            "(all forwards come first then, as with 'gpipe'), or return the loss from forward, or pass loss_fn= and "
+            "call train_step"
+        )
+
+
+def forwards_first(plan: Plan) -> Plan:
+    """The plan with all forwards before all backwards, as steps without a loss need, if its schedule is another."""
+    made = schedules.make(plan.schedule, ranks=plan.mesh.degree("pp"), microbatches=plan.microbatches)
+    if placed.is_forwards_first(made):
+        return plan
+    name = "gpipe" if plan.place == tuple(range(len(plan.place))) else None
+    return replace(plan, schedule=name or str(placed.forwards_first(plan.place, plan.microbatches)))
 
 
 def with_collectives(staged: Staged, scheduled: Scheduled, degree: int) -> tuple[tuple[Action, ...], ...]:
@@ -51,45 +75,59 @@ def with_collectives(staged: Staged, scheduled: Scheduled, degree: int) -> tuple
     """
     homes = staged.state.homes()
     rows = []
+    completed = [
+        staged.completed(stage, degree, scheduled.unfinished(stage)) for stage in range(scheduled.schedule.stages)
+    ]
+    lasts = [scheduled.last_backward(stage) for stage in range(scheduled.schedule.stages)]
+    known: dict[tuple[int, Kind, bool], tuple[tuple[Kind, str], ...]] = {}
     for column, row in enumerate(scheduled.table):
-        held = [s for s, place in enumerate(scheduled.schedule.place) if place == column]
-        units = [unit for unit in staged.state.units if set(unit.stages) & set(held)]
+        units = [unit for unit in staged.state.units if column in unit.columns]
         made = [Action(Kind.GATHER, -1, -1, unit=unit.name) for unit in units if unit.updated_in_parts(degree)]
         for action in row:
-            last = action.kind is Kind.B and action.microbatch == scheduled.last_backward(action.stage)
-            made += [action, *_inside(staged, action, homes, degree, last)]
+            last = action.kind in ENDS and action.microbatch == lasts[action.stage]
+            key = action.stage, action.kind, last
+            if key not in known:
+                done = completed[action.stage] if last else {}
+                known[key] = tuple(_inside(staged, action.stage, action.kind, homes, degree, done))
+            made.append(action)
+            made += [Action(kind, action.stage, action.microbatch, unit=name) for kind, name in known[key]]
         made += _across_stages(staged, units)
         rows.append(tuple(made))
     return tuple(rows)
 
 
-def _inside(staged: Staged, action: Action, homes: Mapping[str, Unit], degree: int, last: bool) -> Iterator[Action]:
-    if action.kind not in (Kind.F, Kind.B):
+def _inside(
+    staged: Staged,
+    stage: int,
+    kind: Kind,
+    homes: Mapping[str, Unit],
+    degree: int,
+    completed: Mapping[str, tuple[Unit, ...]],
+) -> Iterator[tuple[Kind, str]]:
+    """The GATHERs and REDUCEs of an action, by unit, `completed` being the units that it completes, by segment."""
+    if kind not in staged.kinds(stage):
         return
-    back = action.kind is Kind.B
-    segments = [
-        segment
-        for segment in (reversed(staged.stages[action.stage]) if back else staged.stages[action.stage])
-        if not back or staged.segmented.bodies[segment.body].backward is not None
+    phases = staged.phases(stage, kind)
+    used = [used_units(segment.parameters, homes) for segment, _ in phases]
+    gathered = [
+        [unit for unit in units if unit.gathered(degree) and unit.holds(phase.reads)]
+        for (_, phase), units in zip(phases, used, strict=True)
     ]
-    completed = staged.completed(action.stage, degree) if last else {}
-    used = [used_units(segment.parameters, homes) for segment in segments]
-    gathers = [unit.name for units in used for unit in units if unit.gathered(degree)]
+    gathers = [unit.name for units in gathered for unit in units]
     done = 0  # gathers that were begun: with the first use of all the next one too, and so on
-    for segment, units in zip(segments, used, strict=True):
-        for _ in (unit for unit in units if unit.gathered(degree)):
+    for (segment, phase), units, read in zip(phases, used, gathered, strict=True):
+        for _ in read:
             ahead = gathers[done : done + 1 + (done == 0)]
             done += len(ahead)
-            yield from (Action(Kind.GATHER, action.stage, action.microbatch, unit=name) for name in ahead)
-        if back:
-            graded = {unit.name for unit in used_units(segment.gradients, homes)}
+            yield from ((Kind.GATHER, name) for name in ahead)
+        if phase.gradients:
+            graded = {unit.name for unit in used_units(phase.gradients, homes)}
             reduced = [unit for unit in units if unit.name in graded and unit.reduced_at_once(degree)]
             reduced += completed.get(segment.name, ())
-            for unit in reduced:
-                yield Action(Kind.REDUCE, action.stage, action.microbatch, unit=unit.name)
+            yield from ((Kind.REDUCE, unit.name) for unit in reduced)
 
 
 def _across_stages(staged: Staged, units: Iterable[Unit]) -> list[Action]:
     here = {unit.name for unit in units}
-    shared = [unit for unit in staged.trained() if unit.name in here and len(unit.stages) > 1]
+    shared = [unit for unit in staged.trained() if unit.name in here and len(unit.columns) > 1]
     return [Action(Kind.REDUCE, -1, -1, unit=unit.name) for unit in shared]

@@ -87,7 +87,8 @@ def place(captured: Captured, stages: Sequence[Sequence[Segment]], plan: Plan) -
         taken[kind.owner] += 1
         parameters = tuple(Parameter(target, inputs[target].value.at(1), kind.dtype) for target in targets)
         holders = tuple(sorted({number for target in targets for number, _ in users[target]}))
-        units.append(Unit(name, parameters, kind.trainable, kind.modes, holders))
+        columns = tuple(sorted({plan.place[number] for number in holders}))
+        units.append(Unit(name, parameters, kind.trainable, kind.modes, holders, columns))
     return State(tuple(units), tuple(item.target for item in captured.of_kind("buffer", "constant")))
 
 

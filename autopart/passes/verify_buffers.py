@@ -25,7 +25,7 @@ def buffers(text: Text, staged: Staged, values: Sequence[Sequence[tuple[str, Val
         for target, value in updated:
             if degree > 1 and stage in text.stages:
                 wanted.append((target, "average_buffers" if averaged(value) else "maximum_buffers", ()))
-            if len(values) > 1:
+            if len(set(text.place)) > 1:
                 wanted.append((target, "broadcast_buffers", (stage,)))
     _check_made_one(text, wanted)
     return count

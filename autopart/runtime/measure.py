@@ -62,8 +62,8 @@ class Memory:
         """Note a buffer that lives only within an action."""
         self._transient = max(self._transient, nbytes)
 
-    def sample(self) -> None:
-        """Count what is alive now."""
+    def sample(self, reducing: int = 0) -> None:
+        """Count what is alive now; `reducing` are bytes of the step's gradients that are on their way to be reduced."""
         seen: dict[int, int] = {}
         for store in self.stores:
             for storage in store.storages():
@@ -71,6 +71,7 @@ class Memory:
                     seen[storage.data_ptr()] = storage.nbytes()
         alive = sum(seen.values())
         resident = self.states.resident_bytes()
+        resident["gradients"] += reducing
         self.activations = max(self.activations, alive)
         self.gradients = max(self.gradients, resident["gradients"])
         self.peak = max(self.peak, alive + sum(resident.values()) + self._transient)

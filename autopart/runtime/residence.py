@@ -62,7 +62,7 @@ class Residence:
         groups = [self.mesh.group(rank, axis) for axis, _ in self.mesh.axes for rank in self.everyone]
         for unit in self.state.units:
             for part in range(self.degree):
-                groups.append(tuple(sorted({self.mesh.rank({"pp": stage, "dp": part}) for stage in unit.stages})))
+                groups.append(tuple(sorted({self.mesh.rank({"pp": column, "dp": part}) for column in unit.columns})))
         return [group for group in dict.fromkeys(groups) if len(group) > 1]
 
     def _from_first(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -88,7 +88,7 @@ class Residence:
         def empty(shape: tuple[int, ...]) -> torch.Tensor:
             return torch.empty(shape, dtype=mine.dtype, device=self.transport.device)
 
-        if self.column not in unit.stages:
+        if self.column not in unit.columns:
             return empty((0, *parameter.shape[1:]))
         if unit.gathered(self.degree):
             if mine.is_meta:
@@ -145,7 +145,7 @@ class Residence:
         if found is None:
             return Slot.whole(name, data)
         unit, parameter = found
-        if self.column not in unit.stages:
+        if self.column not in unit.columns:
             return Slot(name, parameter.shape, 0, 0, data)
         parts = self.degree if unit.held_in_parts(self.degree) else 1
         return Slot(name, parameter.shape, *parameter.rows(self.part if parts > 1 else 0, parts), data)
@@ -160,8 +160,8 @@ class Residence:
         ]
 
     def here(self, name: str) -> bool:
-        """Whether this rank's stage uses a parameter (its part may have no rows)."""
-        return name not in self._homes or self.column in self._homes[name][0].stages
+        """Whether a stage of this rank uses a parameter (its part may have no rows)."""
+        return name not in self._homes or self.column in self._homes[name][0].columns
 
     def counts(self, name: str) -> bool:
         """Whether this rank is the one whose rows stand for themselves: a part, or a whole on its first owner."""
@@ -175,7 +175,7 @@ class Residence:
         unit = self._homes[name][0]
         if unit.held_in_parts(self.degree):
             return Spread.PARTS
-        return Spread.WHOLE if set(range(self.mesh.degree("pp"))) <= set(unit.stages) else Spread.SOMEWHERE
+        return Spread.WHOLE if set(range(self.mesh.degree("pp"))) <= set(unit.columns) else Spread.SOMEWHERE
 
     # What is known together (collective)
 

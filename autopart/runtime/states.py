@@ -141,14 +141,14 @@ class States:
 def held(state: State, mesh: Mesh, rank: int) -> Iterator[Unit]:
     """The units that a rank holds a part of."""
     column = mesh.coordinate(rank).get("pp", 0)
-    return (unit for unit in state.units if column in unit.stages)
+    return (unit for unit in state.units if column in unit.columns)
 
 
 def owners(unit: Unit, mesh: Mesh) -> list[int]:
-    """The ranks whose parts make up a unit, in order: those of its first stage, one if the unit is not cut."""
+    """The ranks whose parts make up a unit, in order: those of its first pp rank, one if the unit is not cut."""
     degree = mesh.degree("dp")
     parts = degree if unit.held_in_parts(degree) else 1
-    return [mesh.rank({"pp": unit.stages[0], "dp": part}) for part in range(parts)]
+    return [mesh.rank({"pp": unit.columns[0], "dp": part}) for part in range(parts)]
 
 
 def cut(unit: Unit, parameter: Parameter, tensor: torch.Tensor, part: int, parts: int) -> torch.Tensor:

@@ -30,6 +30,15 @@ class Held:
     scatter: bool = True
 
 
+@dataclass(frozen=True, slots=True)
+class _Begun:
+    """A reduction on its way: bytes of its buffer, those of them that are gradients of the step, and how it ends."""
+
+    nbytes: int
+    gradients: int
+    finish: Callable[[], None]
+
+
 class World:
     """One rank's world for one step of one program. See `autopart.codegen` for the text that calls it."""
 
@@ -52,7 +61,7 @@ class World:
         self.log = Log()
         self.here = mesh.coordinate(transport.rank)
         self._gathering: dict[str, Pending[torch.Tensor]] = {}
-        self._begun: deque[tuple[int, Callable[[], None]]] = deque()
+        self._begun: deque[_Begun] = deque()
 
     # What outlives an action
 
@@ -74,7 +83,7 @@ class World:
                 f"{type(error).__name__}: {error}{_user_line(error)}"
             ) from error
         self.log.add(f"{stage}{kind}{microbatch}", start, time.perf_counter())
-        self.memory.sample()
+        self.memory.sample(sum(begun.gradients for begun in self._begun))
 
     # Parameters and gradients
 
@@ -115,7 +124,8 @@ class World:
         begun = self.transport.begin_reduce_scatter(whole, self._group(axis))
         if grads is not None:  # whole gradients of several units at a time are what parts are to avoid
             self._finish(all_but=1)
-        self._begin(whole, lambda: self.states.add(unit, self.states.gathered_part(found, begun.wait())))
+        held = found.nbytes if grads is None else 0
+        self._begin(whole, held, lambda: self.states.add(unit, self.states.gathered_part(found, begun.wait())))
 
     def all_reduce(self, unit: str, *, axis: str, stages: Sequence[int] = ()) -> None:
         """Begin to sum a unit's accumulated gradients over an axis, or the ranks of some stages, on every rank."""
@@ -128,20 +138,20 @@ class World:
         tensors = self.states.take_filled(self.states.units[unit])
         whole, shapes = flat(tensors), [tensor.shape for tensor in tensors]
         begun = self.transport.begin_all_reduce(whole, group)
-        self._begin(whole, lambda: self.states.add(unit, unflat(begun.wait(), shapes)))
+        self._begin(whole, whole.nbytes, lambda: self.states.add(unit, unflat(begun.wait(), shapes)))
 
     def wait(self) -> None:
         """Until every reduction that was begun is done, and its result among the gradients."""
         self._finish(all_but=0)
         self.memory.sample()
 
-    def _begin(self, buffer: torch.Tensor, finish: Callable[[], None]) -> None:
-        self._begun.append((buffer.nbytes, finish))
-        self.memory.transient(sum(nbytes for nbytes, _ in self._begun))
+    def _begin(self, buffer: torch.Tensor, gradients: int, finish: Callable[[], None]) -> None:
+        self._begun.append(_Begun(buffer.nbytes, gradients, finish))
+        self.memory.transient(sum(begun.nbytes - begun.gradients for begun in self._begun))
 
     def _finish(self, *, all_but: int) -> None:
         while len(self._begun) > all_but:
-            self._begun.popleft()[1]()
+            self._begun.popleft().finish()
 
     def _hold(self, reduction: Held, grads: Sequence[torch.Tensor | None] | None = None) -> None:
         """Note a reduction, once however many microbatches call it, and keep what it was given."""

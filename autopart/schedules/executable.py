@@ -7,8 +7,11 @@ from dataclasses import replace
 from autopart.ir.action import Schedule, Weights
 
 
-def check_executable(schedule: Schedule) -> None:
-    """Raise ValueError for a schedule that can be built, checked and simulated, but not compiled yet: what it needs."""
+def executable(schedule: Schedule) -> Schedule:
+    """The schedule as programs perform it: without pairs.
+
+    Raises ValueError for one that can be built, checked and simulated, but not compiled yet, saying what it needs.
+    """
     needed = {
         f"attention over {schedule.slices} slices of the sequence, keys and values kept between them": (
             schedule.slices > 1
@@ -23,12 +26,6 @@ def check_executable(schedule: Schedule) -> None:
             f"schedule: {schedule.name!r} cannot be compiled yet, only simulated (autopart.schedules.simulate): "
             f"it needs {' and '.join(missing)}; '1f1b' and 'gpipe' run the same microbatches on {schedule.ranks} ranks"
         )
-
-
-def unpaired(schedule: Schedule) -> Schedule:
-    """The schedule with the members of every PAIR one after the other, for a runtime that has no fused pairs.
-
-    The forward comes first; what an action waits for does not change, nor what is computed.
-    """
+    # A forward before the backward that it was paired with: what waits for what, and is computed, stays the same.
     table = tuple(tuple(part for action in row for part in action.parts) for row in schedule.table)
     return replace(schedule, table=table)

@@ -7,16 +7,18 @@ from dataclasses import replace
 from itertools import pairwise
 
 from autopart.cluster import Cluster
+from autopart.ir.action import Schedule
 from autopart.ir.cost import SegmentCost
 from autopart.ir.mesh import Mesh
 from autopart.ir.placement import Placement
 from autopart.ir.plan import Plan, Prediction, Stage, stage_ranks
 from autopart.ir.plan_text import format_bytes, format_seconds, spans
 from autopart.solver.certify import certify
+from autopart.solver.chunks import PRECISION, fastest
 from autopart.solver.infeasible import infeasible
 from autopart.solver.request import Request, resolve
-from autopart.solver.search import Solved, first_fit
-from autopart.solver.timing import exchange_seconds, flush_seconds, segment_seconds
+from autopart.solver.search import Solved, check_schedule, first_fit
+from autopart.solver.timing import action_seconds, exchange_seconds, timeline
 
 
 def choose(
@@ -28,7 +30,7 @@ def choose(
     mesh: Mapping[str, int] | Mesh | None = None,
     stages: int | Sequence[str] | None = None,
     placement: str | Placement | Mapping[str, str | Placement] | None = None,
-    schedule: str | None = None,
+    schedule: str | Schedule | None = None,
     microbatches: int | None = None,
     memory: str | int | None = None,
     recompute: bool | Sequence[str] | None = None,
@@ -41,12 +43,16 @@ def choose(
     What is not pinned is chosen by a simple rule: the first that fits the memory limit, trying ddp, zero1, zero2 and
     fsdp before smaller microbatches, and those before more stages, from one data axis over everything upwards
     (`solver.search`). The schedule is 1f1b. If nothing fits so, the same search is made with every segment recomputed
-    that keeps less by it. For these choices the stage split is optimal: the slowest stage is as fast
-    as it can be, proven by z3 (`solver.certify`), with ties broken by fewer boundary bytes, then earlier cuts.
+    that keeps less by it. For these choices the stage split is optimal: the busiest rank is as fast as it can be,
+    proven by z3 (`solver.certify`), with ties broken by a faster slowest stage, fewer boundary bytes, then earlier
+    cuts. Where ranks hold several stages, the split has the shortest predicted flush of several with a small load of
+    the busiest rank (`solver.chunks`), and the plan's `optimality` says what is proven of it.
 
     `cluster` defaults to CPU devices, `devices` to the size of a pinned mesh, else of the cluster, `memory` (bytes per
     device) to the cluster's.
-    `stages` is a count or names where a stage begins: segments, or modules that begin with one. Memory is counted a
+    `stages` is a count or names where a stage begins: segments, or modules that begin with one. `schedule` is a name,
+    with options such as ``"interleaved(chunks=3)"``, a Schedule, or a CSV of actions; the last two say for how many
+    pipeline ranks and microbatches they are. Memory is counted a
     segment at a time: a placement pattern holds for a segment if it matches its name or a module around it.
     `recompute` pins that: True, False, or modules whose segments are recomputed; `recomputed` has what every segment
     costs when it is (by default as much as it does anyway).
@@ -70,6 +76,7 @@ def choose(
         recomputed=recomputed,
         optimizer_ratio=optimizer_ratio,
     )
+    check_schedule(request)
     solved = first_fit(request)
     if solved is None and recompute is None:
         request = request.recomputing()
@@ -82,12 +89,13 @@ def choose(
 
 def _plan(request: Request, solved: Solved) -> Plan:
     """The plan of a solution, whose split is proven."""
-    candidate, starts = solved.candidate, certify(solved.problem, solved.split).starts
-    cuts = [*starts, len(request.costs)]
+    solved = replace(solved, split=certify(solved.problem, solved.split))
+    candidate, cuts = solved.candidate, [*solved.split.starts, len(request.costs)]
     return Plan(
         mesh=candidate.mesh,
         stages=tuple(
-            Stage(request.names[cuts[k] : cuts[k + 1]], stage_ranks(candidate.mesh, k)) for k in range(len(starts))
+            Stage(request.names[i:j], stage_ranks(candidate.mesh, column))
+            for (i, j), column in zip(pairwise(cuts), candidate.schedule.place, strict=True)
         ),
         placements=candidate.placements,
         schedule=request.schedule,
@@ -103,23 +111,20 @@ def _plan(request: Request, solved: Solved) -> Plan:
 
 def predict(request: Request, solved: Solved) -> Prediction:
     """Time and memory of a solved request; the bytes that each rank sends are known only once the program is made."""
-    model, problem, microbatches = solved.model, solved.problem, solved.candidate.microbatches
-    cuts = [*solved.split.starts, len(model.segments)]
-    spans = list(pairwise(cuts))
-    seconds = [segment_seconds(numbers, request.cluster) for numbers in model.segments]
-    forward = [sum(f for f, _ in seconds[i:j]) for i, j in spans]
-    backward = [sum(b for _, b in seconds[i:j]) for i, j in spans]
-    both = tuple(f + b for f, b in zip(forward, backward, strict=True))
-    flush = flush_seconds(request.schedule, forward, backward, microbatches)
-    exchanged = max(
-        exchange_seconds(model.segments[i:j], model.modes[i:j], model.degree, microbatches, request.cluster)
+    model, candidate, place = solved.model, solved.candidate, solved.problem.place
+    spans = list(pairwise([*solved.split.starts, len(model.segments)]))
+    seconds = [action_seconds(model.segments[i:j], request.cluster, first=i == 0) for i, j in spans]
+    both = tuple(each["F"] + each["B"] for each in seconds)
+    flush = timeline(candidate.schedule, seconds).makespan
+    exchanged = [
+        exchange_seconds(model.segments[i:j], model.modes[i:j], model.degree, candidate.microbatches, request.cluster)
         for i, j in spans
-    )
-    memory = tuple(model.stage(i, j, problem.flight[k]) for k, (i, j) in enumerate(spans))
-    assert all(need.total <= problem.limit for need in memory), "the split keeps the memory limit when counted afresh"
-    busy = microbatches * sum(both) / len(both)
+    ]
+    memory = solved.memory()
+    assert all(need.total <= solved.problem.limit for need in memory), "the split keeps the limit when counted afresh"
+    busy = candidate.microbatches * sum(both) / candidate.schedule.ranks
     return Prediction(
-        step_seconds=flush + exchanged,
+        step_seconds=flush + max(sum(exchanged[k] for k, at in enumerate(place) if at == rank) for rank in place),
         bubble=max(0.0, 1 - busy / flush) if flush else 0.0,
         stage_seconds=both,
         memory=memory,
@@ -127,13 +132,27 @@ def predict(request: Request, solved: Solved) -> Prediction:
 
 
 def _optimality(solved: Solved) -> str:
-    segments, stages = solved.problem.segments, solved.problem.stages
-    if stages == 1:
-        return "one stage, so nothing to split; mesh, placement and microbatches by rule, not searched"
-    slowest = format_seconds(solved.split.slowest * 1e-15)
+    problem, split = solved.problem, solved.split
+    rest = "mesh, placement and microbatches by rule, not searched"
+    if problem.stages == 1:
+        return f"one stage, so nothing to split; {rest}"
+    busiest = format_seconds(split.busiest * 1e-15)
+    ways = f"cut {problem.segments} segments into {problem.stages} stages"
+    if problem.ranks == problem.stages:
+        return (
+            f"optimal split (z3): no way to {ways} within the memory limit has a slowest stage faster than {busiest} a"
+            f" microbatch; {rest}"
+        )
+    if split.exact:
+        return (
+            f"shortest flush found of the ways to {ways} on {problem.ranks} ranks: the busiest rank takes {busiest} a"
+            f" microbatch, and within the memory limit none can take more than {1 / PRECISION:.1%} less than"
+            f" {format_seconds(split.least * 1e-15)} (z3); {rest}"
+        )
     return (
-        f"optimal split (z3): no way to cut {segments} segments into {stages} stages within the memory limit has a"
-        f" slowest stage faster than {slowest} a microbatch; mesh, placement and microbatches by rule, not searched"
+        f"shortest flush found of the ways to {ways} on {problem.ranks} ranks: the busiest rank takes {busiest} a"
+        f" microbatch, {split.busiest / fastest(problem) - 1:.1%} more than the mean of the ranks, or than the longest"
+        f" segment; {rest}"
     )
 
 
@@ -144,7 +163,7 @@ def _notes(request: Request, solved: Solved, pinned: bool, recompute: bool | Seq
     if pinned:
         where = f"mesh {mesh}: pinned"
     elif request.stages is not None:
-        where = f"mesh {mesh}: {stages} stages were pinned, the other devices share the batch"
+        where = f"mesh {mesh}: {request.stages} stages were pinned, the other devices share the batch"
     elif stages == 1:
         where = f"mesh {mesh}: everything fits {limit} per device on one data axis"
     else:

@@ -9,48 +9,56 @@ from autopart.cluster import parse_bytes
 from autopart.errors import PlanInfeasible
 from autopart.ir.mesh import Mesh
 from autopart.ir.placement import PRESETS, Placement
-from autopart.ir.plan_text import format_bytes, span
+from autopart.ir.plan_text import format_bytes, schedule, span
+from autopart.solver.chunks import least_limit
 from autopart.solver.request import Request
-from autopart.solver.search import Solved, candidates, first_fit, pose
-from autopart.solver.split import bottleneck, solve_split
+from autopart.solver.search import Solved, best_split, candidates, first_fit, pose
+from autopart.solver.split import bottleneck
 
 
 def infeasible(request: Request) -> PlanInfeasible:
     """The error for a request without a plan: what the fullest stage of the nearest miss needs, and the ways out."""
     nearest = nearest_miss(request)
-    split, mesh = nearest.split, nearest.candidate.mesh
+    split, mesh, problem = nearest.split, nearest.candidate.mesh, nearest.problem
     cuts = [*split.starts, len(request.costs)]
-    needs = [nearest.model.stage(cuts[k], cuts[k + 1], nearest.problem.flight[k]) for k in range(len(split.starts))]
+    needs = nearest.memory()
     stage = max(range(len(needs)), key=lambda k: needs[k].total)
-    need, flight = needs[stage], nearest.problem.flight[stage]
+    need, held = needs[stage], [k for k, at in enumerate(problem.place) if at == problem.place[stage]]
+    flight = max(sum(counts) for counts, at in problem.moments if at == problem.place[stage])
     parts = [
         (need.parameters, "parameters"),
         (need.optimizer, "optimizer"),
         (need.gradients, "gradients"),
-        (need.activations, f"activations of {flight} in-flight microbatch{'es' * (flight > 1)}"),
+        (
+            need.activations,
+            f"activations of {flight} in-flight microbatch{'es' * (flight > 1)}{' of its stages' * (len(held) > 1)}",
+        ),
         (need.transient, "transient buffers"),
     ]
     placement = "; ".join(f"{pattern}: {chosen}" for pattern, chosen in nearest.candidate.placements)
     ways = "; or ".join(remedies(request, nearest)) or "no single change of placement, microbatches, schedule or mesh"
+    runs = ", ".join(span(request.names[cuts[k] : cuts[k + 1]]) for k in held)
+    who = f"stage {stage}" if len(held) == 1 else f"the rank of stages {' and '.join(map(str, held))}"
     return PlanInfeasible(
         f"no plan fits {format_bytes(request.memory)} per device. Nearest, with mesh {mesh}, placement {placement},"
-        f" {nearest.candidate.microbatches} microbatches, {request.schedule},"
-        f" {'recomputing' if request.recompute else 'without recomputing'}: stage {stage}"
-        f" ({span(request.names[cuts[stage] : cuts[stage + 1]])}) needs at least {format_bytes(need.total)} = "
+        f" {nearest.candidate.microbatches} microbatches, {schedule(request.schedule)},"
+        f" {'recomputing' if request.recompute else 'without recomputing'}: {who} ({runs}) needs at least"
+        f" {format_bytes(need.total)} = "
         + " + ".join(f"{format_bytes(size)} {what}" for size, what in parts if size)
         + f". It fits with: {ways}."
     )
 
 
 def nearest_miss(request: Request) -> Solved:
-    """Of all candidates the one whose fullest stage needs the least memory, split so that it does."""
+    """Of all candidates the one whose fullest rank needs the least memory, split so that it does."""
     best: Solved | None = None
     for candidate in candidates(request):
         model, problem = pose(request, candidate)
-        peak = int(bottleneck(problem, problem.need))
+        several = problem.ranks < problem.stages
+        peak = least_limit(problem) if several else int(bottleneck(problem, problem.need))
         if best is None or peak < best.problem.limit:
             relaxed = replace(problem, limit=peak)
-            split = solve_split(relaxed)
+            split = best_split(request, candidate, model, relaxed)
             assert split is not None, "the least peak is feasible"
             best = Solved(candidate, model, relaxed, split)
     assert best is not None, "a resolved request has a candidate"
@@ -88,7 +96,7 @@ def _recompute(request: Request) -> Iterator[tuple[str, Request]]:
 
 
 def _microbatches(request: Request) -> Iterator[tuple[str, Request]]:
-    if request.microbatches is not None:
+    if request.microbatches is not None and request.ranks is None:
         count, dp = request.microbatches * 2, request.mesh.degree("dp") if request.mesh else 1
         while count * dp <= request.batch:
             yield f"microbatches={count}", replace(request, microbatches=count)
@@ -97,16 +105,16 @@ def _microbatches(request: Request) -> Iterator[tuple[str, Request]]:
 
 def _schedules(request: Request) -> Iterator[tuple[str, Request]]:
     if request.schedule != "1f1b":
-        yield "schedule='1f1b'", replace(request, schedule="1f1b")
+        yield "schedule='1f1b'", replace(request, schedule="1f1b", ranks=None)
 
 
 def _mesh(request: Request) -> Iterator[tuple[str, Request]]:
-    if request.mesh is not None and not request.starts:
+    if request.mesh is not None and request.stages is None and request.ranks is None:
         for pp in range(1, min(request.devices, len(request.costs)) + 1):
             dp, rest = divmod(request.devices, pp)
             if rest == 0 and request.batch >= dp * (request.microbatches or 1):
                 mesh = Mesh.of({"pp": pp, "dp": dp})
-                yield f"mesh={dict(mesh.axes)}", replace(request, mesh=mesh, stages=pp)
+                yield f"mesh={dict(mesh.axes)}", replace(request, mesh=mesh)
 
 
 def _memory(least: int) -> tuple[str, int]:

@@ -4,28 +4,39 @@ A state of |s| bytes takes |s| where it is replicated over N data ranks and ceil
 without gather. On top come the gathered parameters (sharded-with-gather) and the whole gradients before they are
 reduced to a part (sharded gradients) of the two segments of the stage that have most of these, as one is gathered or
 reduced beside the other; and the activations that one segment recomputes. Activations are what one microbatch saves,
-times those in flight. A parameter that several segments of a stage use is held once.
+times those in flight. A parameter that several segments of a stage use is held once. A rank holds what its stages do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import ceil
+from operator import le, mul
 
+from autopart.ir.action import ENDS, Kind, Schedule
 from autopart.ir.cost import SegmentNumbers
 from autopart.ir.placement import Mode, Modes
 from autopart.ir.plan import StageMemory
-
-SCHEDULES = ("gpipe", "1f1b")
-"""The schedules whose memory is known here."""
+from autopart.solver.split import Moment
 
 
-def in_flight(schedule: str, stages: int, microbatches: int) -> tuple[int, ...]:
-    """How many microbatches each stage keeps at once: all with gpipe, min(m, p - i) at stage i with 1f1b."""
-    if schedule not in SCHEDULES:
-        raise ValueError(f"schedule: unknown {schedule!r}; known are {', '.join(SCHEDULES)}")
-    return tuple(microbatches if schedule == "gpipe" else min(microbatches, stages - i) for i in range(stages))
+def in_flight(schedule: Schedule) -> tuple[Moment, ...]:
+    """The moments at which a rank keeps most, by the schedule's own table: how many microbatches each stage keeps then.
+
+    A microbatch is kept from its F to the end of its backward, before which a rank keeps most. Of two moments of a
+    rank, one at which no stage keeps more than at the other is left out.
+    """
+    found: list[Moment] = []
+    for rank, row in enumerate(schedule.table):
+        counts, moments = [0] * schedule.stages, set[tuple[int, ...]]()
+        for action in row:
+            if action.kind in ENDS:
+                moments.add(tuple(counts))
+            counts[action.stage] += (action.kind is Kind.F) - (action.kind in ENDS)
+        most = [m for m in moments if not any(m != n and all(map(le, m, n)) for n in moments)]
+        found += [(moment, rank) for moment in sorted(most)]
+    return tuple(found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +50,18 @@ class MemoryModel:
     modes: tuple[Modes, ...]
     degree: int
     optimizer_ratio: float
+
+    def rank(self, stages: Sequence[tuple[int, int]], moments: Sequence[Sequence[int]]) -> StageMemory:
+        """The memory of a rank, stage by stage: its stages as (start, stop), and how many each keeps at its moments."""
+        alone = [self.stage(start, stop, 0) for start, stop in stages]
+        saved = [sum(self.segments[i].saved_bytes for i in range(start, stop)) for start, stop in stages]
+        return StageMemory(
+            sum(stage.parameters for stage in alone),
+            sum(stage.optimizer for stage in alone),
+            sum(stage.gradients for stage in alone),
+            max(sum(map(mul, moment, saved)) for moment in moments),
+            sum(stage.transient for stage in alone),
+        )
 
     def stage(self, start: int, stop: int, flight: int) -> StageMemory:
         """The memory of segments `start` to `stop` - 1 as one stage that keeps `flight` microbatches."""

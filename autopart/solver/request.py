@@ -8,11 +8,14 @@ from difflib import get_close_matches
 from math import inf
 from typing import TypedDict
 
+from autopart import schedules
 from autopart.cluster import Cluster, parse_bytes
+from autopart.ir import plan_text
+from autopart.ir.action import Schedule
 from autopart.ir.cost import SegmentCost
 from autopart.ir.mesh import Mesh
 from autopart.ir.placement import PRESETS, Placement
-from autopart.solver.memory import SCHEDULES
+from autopart.schedules.spell import is_table
 
 Rules = tuple[tuple[str, Placement], ...]
 """(pattern, placement), the first match holds; the last pattern is '*'."""
@@ -26,7 +29,7 @@ class Pins(TypedDict, total=False):
     mesh: Mapping[str, int] | Mesh | None
     stages: int | Sequence[str] | None
     placement: str | Placement | Mapping[str, str | Placement] | None
-    schedule: str | None
+    schedule: str | Schedule | None
     microbatches: int | None
     memory: str | int | None
     recompute: bool | Sequence[str] | None
@@ -44,12 +47,21 @@ class Request:
     stages: int | None
     starts: tuple[int, ...]  # segments where a stage must begin
     placements: tuple[Rules, ...]  # alternatives, the preferred first
-    schedule: str
+    schedule: str  # as `schedules.spell` writes it
     microbatches: int | None
     memory: int  # bytes per device
     optimizer_ratio: float
     recompute: tuple[str, ...] = ()  # the segments whose forward runs again in their backward, as `costs` says
     recomputed: tuple[SegmentCost | None, ...] = ()  # what a segment costs then, None where it keeps no less
+    ranks: int | None = None  # the pipeline ranks that the schedule is for, where it is for no other number
+
+    def scheduled(self, ranks: int, microbatches: int) -> Schedule:
+        """The schedule on so many pipeline ranks; ValueError where it cannot be."""
+        return schedules.executable(schedules.make(self.schedule, ranks=ranks, microbatches=microbatches))
+
+    def stages_on(self, ranks: int) -> int:
+        """How many stages the schedule has on so many pipeline ranks; ValueError where it cannot be on them."""
+        return self.scheduled(ranks, self.microbatches or 4 * ranks).stages
 
     def recomputing(self) -> Request:
         """The request with every segment recomputed that keeps less by it."""
@@ -73,7 +85,7 @@ def resolve(
     mesh: Mapping[str, int] | Mesh | None,
     stages: int | Sequence[str] | None,
     placement: str | Placement | Mapping[str, str | Placement] | None,
-    schedule: str | None,
+    schedule: str | Schedule | None,
     microbatches: int | None,
     memory: str | int | None,
     recompute: bool | Sequence[str] | None,
@@ -92,9 +104,13 @@ def resolve(
     if [cost.name for cost in again] != names:
         raise ValueError(f"recomputed: expected the costs of {names}, not of {[cost.name for cost in again]}")
     cluster = cluster or Cluster.preset("cpu", per_node=count)
-    number, starts = _stages(stages, names, pinned)
+    number, starts = _stages(stages, names)
     if microbatches is not None:
         whole("microbatches", microbatches)
+    text = schedules.spell("1f1b" if schedule is None else schedule)
+    fixed = schedule if isinstance(schedule, Schedule) else schedules.read(text) if is_table(text) else None
+    if fixed is not None:
+        microbatches = _agreed(fixed, pinned, microbatches)
     request = Request(
         costs=tuple(a if p.name in wanted else p for p, a in zip(costs, again, strict=True)),
         batch=batch,
@@ -104,7 +120,7 @@ def resolve(
         stages=number,
         starts=starts,
         placements=_placements(placement),
-        schedule=_schedule(schedule),
+        schedule=text,
         microbatches=microbatches,
         memory=cluster.memory if memory is None else parse_bytes(memory),
         optimizer_ratio=_ratio(optimizer_ratio),
@@ -112,6 +128,7 @@ def resolve(
         recomputed=tuple(
             a if a.at(batch).saved_bytes < p.at(batch).saved_bytes else None for p, a in zip(costs, again, strict=True)
         ),
+        ranks=fixed.ranks if fixed is not None else None,
     )
     _check_counts(request)
     return request.recomputing() if recompute is True else request
@@ -125,10 +142,16 @@ def whole(name: str, value: object) -> None:
         raise ValueError(f"{name}: must be at least 1, not {value}")
 
 
-def _schedule(name: str | None) -> str:
-    if name is not None and name not in SCHEDULES:
-        raise ValueError(f"schedule: unknown or not yet planned for: {name!r}; known are {', '.join(SCHEDULES)}")
-    return name or "1f1b"
+def _agreed(fixed: Schedule, mesh: Mesh | None, microbatches: int | None) -> int:
+    """The microbatches of a schedule that is for so many and no others; refuses pins that ask for other numbers."""
+    if mesh is not None and mesh.degree("pp") != fixed.ranks:
+        raise ValueError(
+            f"schedule: it is for {fixed.ranks} pipeline ranks, a row each, but the mesh of {mesh} has "
+            f"pp={mesh.degree('pp')}"
+        )
+    if microbatches not in (None, fixed.microbatches):
+        raise ValueError(f"microbatches: {microbatches} contradict the schedule, which is for {fixed.microbatches}")
+    return fixed.microbatches
 
 
 def _ratio(value: float) -> float:
@@ -163,27 +186,19 @@ def _mesh(mesh: Mapping[str, int] | Mesh | None) -> Mesh | None:
     return made
 
 
-def _stages(
-    stages: int | Sequence[str] | None, names: list[str], mesh: Mesh | None
-) -> tuple[int | None, tuple[int, ...]]:
-    """The number of stages, None if free, and the segments that must begin one."""
-    pp = mesh.degree("pp") if mesh else None
+def _stages(stages: int | Sequence[str] | None, names: list[str]) -> tuple[int | None, tuple[int, ...]]:
+    """The number of stages, None if free (with names: the least number), and the segments that must begin one."""
     if stages is None:
-        return pp, ()
+        return None, ()
     if isinstance(stages, int):
         whole("stages", stages)
-        if pp is not None and pp != stages:
-            raise ValueError(f"stages: {stages} stages contradict the mesh of {mesh} (pp={pp})")
         return stages, ()
     if isinstance(stages, str) or not isinstance(stages, Sequence) or not all(isinstance(s, str) for s in stages):
         raise TypeError(f"stages: expected a count or the module names where a stage begins, not {stages!r}")
     starts = tuple(sorted(_segment(name, names) for name in stages))
     if len(set(starts)) != len(starts):
         raise ValueError(f"stages: two of {list(stages)} begin at the same segment")
-    least = len({0, *starts})
-    if pp is not None and least > pp:
-        raise ValueError(f"stages: {list(stages)} make {least} stages, more than pp={pp} of the mesh")
-    return pp or least, starts
+    return len({0, *starts}), starts
 
 
 def _segment(name: str, names: list[str]) -> int:
@@ -242,19 +257,62 @@ def _placement(value: object) -> Placement:
 
 def _check_counts(request: Request) -> None:
     """Refuse counts that cannot go together: segments and stages, devices and stages, batch and microbatches."""
-    segments, stages = len(request.costs), request.stages
-    if stages is not None and stages > segments:
-        raise ValueError(
-            f"{'mesh' if request.mesh else 'stages'}: {stages} stages need {stages} segments, but the model has"
-            f" {segments}: {', '.join(request.names)}"
-        )
-    if stages is not None and request.devices % stages:
-        raise ValueError(f"stages: {request.devices} devices cannot be divided into {stages} equal stages")
-    most = stages or max(pp for pp in range(1, segments + 1) if request.devices % pp == 0)
-    dp, count = request.devices // most, request.microbatches or 1
+    pp = _pipelines(request)
+    dp, count = request.devices // max(pp), request.microbatches or 1
     if request.batch < dp * count:
         raise ValueError(
             f"microbatches: a batch of {request.batch} over dp={dp} allows at most {request.batch // dp}, not {count}"
             if request.batch >= dp
             else f"batch: {request.batch} samples are too few for dp={dp}; at least {dp} are needed"
+        )
+
+
+def _pipelines(request: Request) -> list[int]:
+    """The numbers of pipeline ranks that the pins allow; ValueError if there is none."""
+    if request.mesh is not None:
+        pp = request.mesh.degree("pp")
+        _check_stages(request, request.stages_on(pp))
+        return [pp]
+    found: dict[int, int] = {}
+    refused: ValueError | None = None
+    for pp in (pp for pp in range(1, request.devices + 1) if request.devices % pp == 0):
+        if request.ranks not in (None, pp):
+            continue
+        try:
+            found[pp] = request.stages_on(pp)
+        except ValueError as error:  # a family may be for even numbers only, say
+            refused = error
+    allowed = [pp for pp, stages in found.items() if request.stages in (None, stages)]
+    if not found and refused is not None:
+        raise refused
+    if not found:
+        raise ValueError(f"schedule: it is for {request.ranks} pipeline ranks, which {request.devices} devices are not")
+    if not allowed:
+        raise ValueError(
+            f"stages: {request.devices} devices cannot be divided into {request.stages} equal stages"
+            if all(pp == stages for pp, stages in found.items())
+            else f"stages: {plan_text.schedule(request.schedule)} on {request.devices} devices has "
+            f"{' or '.join(map(str, found.values()))} stages, not {request.stages}"
+        )
+    fitting = [pp for pp in allowed if found[pp] <= len(request.costs)]
+    if not fitting:
+        _check_stages(request, min(found[pp] for pp in allowed))
+    return fitting
+
+
+def _check_stages(request: Request, stages: int) -> None:
+    """Refuse a number of stages that contradicts the `stages` pin, or for which there are too few segments."""
+    segments, wanted, mesh = len(request.costs), request.stages, request.mesh
+    if mesh is not None and wanted is not None and (wanted > stages if request.starts else wanted != stages):
+        several = f", on which the schedule has {stages}" if stages != mesh.degree("pp") else ""
+        raise ValueError(
+            f"stages: {list(request.names[i] for i in request.starts)} make {wanted} stages, more than "
+            f"pp={mesh.degree('pp')} of the mesh{several}"
+            if request.starts
+            else f"stages: {wanted} stages contradict the mesh of {mesh} (pp={mesh.degree('pp')}){several}"
+        )
+    if stages > segments:
+        raise ValueError(
+            f"{'mesh' if mesh else 'stages'}: {stages} stages need {stages} segments, but the model has"
+            f" {segments}: {', '.join(request.names)}"
         )

@@ -2,7 +2,8 @@
 
     meshes        a pinned one; else pp = 1, 2, ... over the divisors of the device count, dp the rest
     microbatches  a pinned count; else 1 without a pipeline and min(samples of a data rank, 4 pp) with one, then
-                  doubled (smaller microbatches save fewer activations) up to one sample each
+                  doubled (smaller microbatches save fewer activations) up to one sample each; where the schedule cannot
+                  be for so many, the next smaller number that it can be for
     placements    a pinned one; else ddp, zero1, zero2, fsdp: rising traffic and latency, falling memory
 
 The innermost choice varies first: sharding a state is tried before cutting the batch finer, that before adding a stage.
@@ -11,14 +12,17 @@ The innermost choice varies first: sharding a state is tried before cutting the 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
+from autopart.ir.action import Kind, Schedule
 from autopart.ir.mesh import Mesh
-from autopart.ir.plan import first_match
+from autopart.ir.plan import StageMemory, first_match
+from autopart.solver.chunks import solve_chunks
 from autopart.solver.memory import MemoryModel, in_flight
 from autopart.solver.request import Request, Rules
 from autopart.solver.split import Split, SplitProblem, solve_split
-from autopart.solver.timing import segment_seconds
+from autopart.solver.timing import action_seconds, segment_seconds, timeline
 
 # Whole femtoseconds make sums of times exact, so that equal stages compare equal.
 _FEMTOSECONDS = 10**15
@@ -26,11 +30,12 @@ _FEMTOSECONDS = 10**15
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One setting of the global choices."""
+    """One setting of the global choices, and the schedule that it makes."""
 
     mesh: Mesh
     microbatches: int
     placements: Rules
+    schedule: Schedule
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,21 +47,46 @@ class Solved:
     problem: SplitProblem
     split: Split
 
+    def memory(self) -> tuple[StageMemory, ...]:
+        """What the rank of each stage holds at most, stage by stage."""
+        problem = self.problem
+        runs = list(pairwise([*self.split.starts, problem.segments]))
+        found = {}
+        for rank in set(problem.place):
+            held = [stage for stage, at in enumerate(problem.place) if at == rank]
+            moments = [[counts[stage] for stage in held] for counts, at in problem.moments if at == rank]
+            found[rank] = self.model.rank([runs[stage] for stage in held], moments)
+        return tuple(found[rank] for rank in problem.place)
+
 
 def candidates(request: Request) -> Iterator[Candidate]:
     """Every setting that the pins allow, in the order of preference."""
     for mesh in _meshes(request):
-        for count in _microbatches(request, mesh):
+        for schedule in _schedules(request, mesh):
             alternatives = request.placements if mesh.degree("dp") > 1 else request.placements[:1]
             for placements in alternatives:
-                yield Candidate(mesh, count, placements)
+                yield Candidate(mesh, schedule.microbatches, placements, schedule)
+
+
+def check_schedule(request: Request) -> None:
+    """Raise ValueError where the schedule can be for no number of microbatches that the batch can be cut into."""
+    if next(candidates(request), None) is None:
+        mesh = next(_meshes(request))
+        most = max(_microbatches(request, mesh))
+        try:
+            request.scheduled(mesh.degree("pp"), most)
+        except ValueError as error:
+            allowed = f"not with {most} microbatches, the most that the batch allows, nor with fewer"
+            raise ValueError(f"schedule: {allowed}: {error}") from None
 
 
 def pose(request: Request, candidate: Candidate) -> tuple[MemoryModel, SplitProblem]:
     """The split problem of a candidate, its numbers those of the largest microbatch."""
-    dp, pp = candidate.mesh.degree("dp"), candidate.mesh.degree("pp")
+    dp = candidate.mesh.degree("dp")
     microbatch = -(-request.batch // (dp * candidate.microbatches))
     numbers = tuple(cost.at(microbatch) for cost in request.costs)
+    if any(action.kind is Kind.I for _, action in candidate.schedule.actions()):  # W is handed what it needs
+        numbers = tuple(replace(n, saved_bytes=max(n.saved_bytes, n.stash_bytes)) for n in numbers)
     modes = tuple(first_match(candidate.placements, name).on("dp") for name in request.names)
     model = MemoryModel(numbers, modes, dp, request.optimizer_ratio)
     problem = SplitProblem(
@@ -64,18 +94,32 @@ def pose(request: Request, candidate: Candidate) -> tuple[MemoryModel, SplitProb
         boundaries=tuple(n.boundary_bytes for n in numbers),
         resident=model.resident(),
         saved=tuple(n.saved_bytes for n in numbers),
-        flight=in_flight(request.schedule, pp, candidate.microbatches),
+        place=candidate.schedule.place,
+        moments=in_flight(candidate.schedule),
         limit=request.memory,
         starts=request.starts,
     )
     return model, problem
 
 
+def best_split(request: Request, candidate: Candidate, model: MemoryModel, problem: SplitProblem) -> Split | None:
+    """The best split, None if none fits the limit; where ranks hold several stages, that with the shortest flush."""
+    if problem.ranks == problem.stages:
+        return solve_split(problem)
+
+    def flush(split: Split) -> float:
+        spans = pairwise([*split.starts, problem.segments])
+        seconds = [action_seconds(model.segments[i:j], request.cluster, first=i == 0) for i, j in spans]
+        return timeline(candidate.schedule, seconds).makespan
+
+    return solve_chunks(problem, flush)
+
+
 def first_fit(request: Request) -> Solved | None:
     """The first candidate with a split within the memory limit, None if there is none."""
     for candidate in candidates(request):
         model, problem = pose(request, candidate)
-        split = solve_split(problem)
+        split = best_split(request, candidate, model, problem)
         if split is not None:
             return Solved(candidate, model, problem, split)
     return None
@@ -88,8 +132,30 @@ def _meshes(request: Request) -> Iterator[Mesh]:
     for pp in range(1, min(request.devices, len(request.costs)) + 1):
         dp, rest = divmod(request.devices, pp)
         enough = request.batch >= dp * (request.microbatches or 1)
-        if rest == 0 and enough and request.stages in (None, pp):
+        if rest == 0 and enough and request.ranks in (None, pp):
             yield Mesh.of({"pp": pp, "dp": dp})
+
+
+def _schedules(request: Request, mesh: Mesh) -> Iterator[Schedule]:
+    """The schedule for every number of microbatches, where its stages are as many as pinned and have a segment each."""
+    known = set[int]()
+    for count in _microbatches(request, mesh):
+        found = _nearest(request, mesh.degree("pp"), count)
+        if found is None or found.microbatches in known or found.stages > len(request.costs):
+            continue
+        known.add(found.microbatches)
+        if request.stages in (None, found.stages) or (request.mesh is not None and request.starts):
+            yield found
+
+
+def _nearest(request: Request, pp: int, count: int) -> Schedule | None:
+    """The schedule for the largest number of microbatches up to `count` that it can be for."""
+    for fewer in range(count, 0 if request.microbatches is None else count - 1, -1):
+        try:
+            return request.scheduled(pp, fewer)
+        except ValueError:
+            continue
+    return None
 
 
 def _microbatches(request: Request, mesh: Mesh) -> Iterator[int]:

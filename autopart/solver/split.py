@@ -1,21 +1,27 @@
-"""The stage split: n segments in order cut into p contiguous stages, exactly.
+"""The stage split: n segments in order cut into contiguous stages, exactly. Here each rank holds one of them.
 
 Minimise   max over stages k of  sum of times[i] over the segments i of k              -> `bottleneck`
-subject to resident(k) + flight[k] * sum of saved[i] <= limit for every stage k        -> `SplitProblem.fits`
+subject to resident(k) + kept[k] * sum of saved[i] <= limit for every stage k          -> `SplitProblem.fits`
            every stage has a segment; every segment in `starts` begins a stage         -> `SplitProblem.stops`
 then       the least sum of boundaries[i] over the segments i that begin a later stage,
 then       the earliest first cut, the earliest second cut, ...                        -> `solve_split`
 
 Times are whole numbers, so sums are exact and ties are real. Backward dynamic programming over (stage, first segment):
-the best way to finish from there does not depend on how it was reached. O(p n^2).
+the best way to finish from there does not depend on how it was reached. O(p n^2). Where ranks hold several stages, it
+does: `solver.chunks`.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from math import inf
+
+Moment = tuple[tuple[int, ...], int]
+"""How many microbatches every stage of a rank keeps at once (0 for stages of other ranks), and the rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,11 +32,13 @@ class SplitProblem:
     boundaries: tuple[int, ...]  # bytes that flow in from earlier segments
     resident: tuple[tuple[int, ...], ...]  # [i][j - i - 1]: bytes of segments i to j - 1 without activations
     saved: tuple[int, ...]  # activation bytes that one microbatch keeps
-    flight: tuple[int, ...]  # microbatches that a stage keeps; an entry a stage
+    place: tuple[int, ...]  # the rank of a stage; an entry a stage
+    moments: tuple[Moment, ...]  # those at which a rank may hold most
     limit: int  # bytes per device
     starts: tuple[int, ...] = ()  # segments where a stage must begin
     _elapsed: tuple[int, ...] = field(init=False, repr=False, compare=False)
     _kept: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    _flight: tuple[int, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not 1 <= self.stages <= self.segments:
@@ -41,6 +49,8 @@ class SplitProblem:
             raise ValueError(f"stages: starts {self.starts} make more than {self.stages} stages")
         object.__setattr__(self, "_elapsed", tuple(accumulate(self.times, initial=0)))
         object.__setattr__(self, "_kept", tuple(accumulate(self.saved, initial=0)))
+        flight = (max((counts[stage] for counts, _ in self.moments), default=0) for stage in range(self.stages))
+        object.__setattr__(self, "_flight", tuple(flight))
 
     @property
     def segments(self) -> int:
@@ -50,18 +60,32 @@ class SplitProblem:
     @property
     def stages(self) -> int:
         """The number of stages."""
-        return len(self.flight)
+        return len(self.place)
+
+    @property
+    def ranks(self) -> int:
+        """The number of ranks."""
+        return len(set(self.place))
 
     def time(self, start: int, stop: int) -> int:
         """The time of segments `start` to `stop` - 1."""
         return self._elapsed[stop] - self._elapsed[start]
 
+    def furthest(self, start: int, time: int) -> int:
+        """The end of the longest run of segments from `start` that takes at most `time`."""
+        return bisect_right(self._elapsed, self._elapsed[start] + time) - 1
+
     def need(self, stage: int, start: int, stop: int) -> int:
-        """The peak bytes of a stage made of segments `start` to `stop` - 1."""
-        return self.resident[start][stop - start - 1] + self.flight[stage] * (self._kept[stop] - self._kept[start])
+        """The peak bytes of a stage made of segments `start` to `stop` - 1, without the other stages of its rank."""
+        return self.resident[start][stop - start - 1] + self._flight[stage] * (self._kept[stop] - self._kept[start])
+
+    def held(self, moment: int, stage: int, start: int, stop: int) -> int:
+        """The bytes of such a stage at a moment of its rank."""
+        kept = self.moments[moment][0][stage]
+        return self.resident[start][stop - start - 1] + kept * (self._kept[stop] - self._kept[start])
 
     def fits(self, stage: int, start: int, stop: int) -> bool:
-        """Whether such a stage stays within the limit."""
+        """Whether such a stage stays within the limit, alone."""
         return self.need(stage, start, stop) <= self.limit
 
     def stops(self, stage: int, start: int) -> range:
@@ -74,15 +98,26 @@ class SplitProblem:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Where stages begin (the first at 0), the slowest stage's time and the bytes over all cuts."""
+    """Where stages begin (the first at 0), times of the busiest rank and the slowest stage, the bytes over all cuts.
+
+    `least` is the least that a busiest rank can take, by default what this one's does; `exact` is False where that may
+    be less.
+    """
 
     starts: tuple[int, ...]
+    busiest: int
     slowest: int
     boundary: int
+    exact: bool = field(default=True, compare=False)
+    least: int = field(default=-1, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.least < 0:
+            object.__setattr__(self, "least", self.busiest)
 
 
 def solve_split(problem: SplitProblem) -> Split | None:
-    """The best split, None if none fits the limit; the same answer every time."""
+    """The best split where each rank holds one stage, None if none fits the limit; the same answer every time."""
     slowest = bottleneck(problem, lambda k, i, j: problem.time(i, j) if problem.fits(k, i, j) else inf)
     if slowest == inf:
         return None
@@ -102,7 +137,18 @@ def solve_split(problem: SplitProblem) -> Split | None:
         )
         stage += 1
         starts.append(start)
-    return Split(tuple(starts), int(slowest), int(least[0][0]))
+    return Split(tuple(starts), int(slowest), int(slowest), int(least[0][0]))
+
+
+def fewest_bytes(problem: SplitProblem, slowest: int) -> list[list[float]]:
+    """[k][i]: the fewest bytes over the cuts before stages k and later if k begins at i, none slower than `slowest`."""
+
+    def crossing(stage: int, start: int, stop: int) -> float:
+        if problem.time(start, stop) > slowest:
+            return inf
+        return problem.boundaries[start] if stage else 0
+
+    return _finish(problem, crossing, lambda here, later: here + later)
 
 
 def bottleneck(problem: SplitProblem, cost: Callable[[int, int, int], float]) -> float:
@@ -119,13 +165,21 @@ def evaluate(problem: SplitProblem, starts: Sequence[int]) -> Split | None:
     sizes = [stop - start for start, stop in pairwise(cuts)]
     if len(starts) != problem.stages or starts[0] != 0 or min(sizes) < 1 or not {*problem.starts} <= {*starts}:
         return None
-    slowest = 0
-    for stage, (start, size) in enumerate(zip(starts, sizes, strict=True)):
-        inside = slice(start, start + size)
-        if problem.resident[start][size - 1] + sum(problem.saved[inside]) * problem.flight[stage] > problem.limit:
+    inside = [slice(start, start + size) for start, size in zip(starts, sizes, strict=True)]
+    seconds = [sum(problem.times[run]) for run in inside]
+    loads = Counter[int]()
+    for rank, time in zip(problem.place, seconds, strict=True):
+        loads[rank] += time
+    for counts, rank in problem.moments:
+        held = sum(
+            problem.resident[run.start][run.stop - run.start - 1] + count * sum(problem.saved[run])
+            for run, count, at in zip(inside, counts, problem.place, strict=True)
+            if at == rank
+        )
+        if held > problem.limit:
             return None
-        slowest = max(slowest, sum(problem.times[inside]))
-    return Split(tuple(starts), slowest, sum(problem.boundaries[start] for start in starts[1:]))
+    boundary = sum(problem.boundaries[start] for start in starts[1:])
+    return Split(tuple(starts), max(loads.values()), max(seconds), boundary)
 
 
 def first_segments(problem: SplitProblem, stage: int) -> Iterator[int]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
 import torch
-from hypothesis import reject
 from hypothesis import strategies as st
 
 from autopart import _torch
@@ -18,7 +18,6 @@ from autopart.ir.mesh import Mesh
 from autopart.ir.placement import PRESETS
 from autopart.ir.plan import Plan
 from autopart.passes.segment import segment
-from autopart.solver.memory import SCHEDULES
 
 
 @st.composite
@@ -36,13 +35,25 @@ def meshes(draw: st.DrawFn, max_devices: int = 4, max_stages: int = 4) -> Mesh:
 
 @st.composite
 def schedules(draw: st.DrawFn, max_ranks: int = 4, max_microbatches: int = 8) -> Schedule:
-    """Schedules of every family, up to a size."""
-    name = draw(st.sampled_from([family.name for family in families.names()]))
+    """Schedules of every family that can be for the numbers drawn, up to a size."""
     ranks, microbatches = draw(st.integers(1, max_ranks)), draw(st.integers(1, max_microbatches))
+    return draw(st.sampled_from(list(_built(ranks, microbatches))))
+
+
+def _built(ranks: int, microbatches: int) -> Iterator[Schedule]:
+    """The schedule of each family that can be for these numbers."""
+    for family in families.names():
+        with contextlib.suppress(ValueError):
+            yield families.build(family.name, ranks=ranks, microbatches=microbatches)
+
+
+def _executed(schedule: Schedule) -> bool:
+    """Whether programs are written for a schedule."""
     try:
-        return families.build(name, ranks=ranks, microbatches=microbatches)
-    except ValueError:  # the family does not take these numbers
-        reject()
+        families.executable(schedule)
+    except ValueError:
+        return False
+    return True
 
 
 @st.composite
@@ -56,14 +67,21 @@ def plans(
 ) -> Plan:
     """Plans for a step of ``model(*args, **kwargs)``: any mesh, placement, schedule, microbatches, stage split.
 
+    The schedules are those of the families that programs are written for, by name or as a table of actions.
+
     Hypothesis shrinks towards one device, ddp, one microbatch.
     """
     captured = captured_step(model, read(model, args, kwargs), None, False, "direct")
     segmented = segment(captured)
     names = [item.name for item in segmented.segments]
     mesh = draw(meshes(max_devices=min(max_devices, captured.batch), max_stages=len(names)))
+    microbatches = draw(st.integers(1, captured.batch // mesh.degree("dp")))
+    built = filter(_executed, _built(mesh.degree("pp"), microbatches))
+    schedule = draw(st.sampled_from([each for each in built if each.stages <= len(names)]))
     cuts = sorted(
-        draw(st.sets(st.integers(1, len(names) - 1), min_size=mesh.degree("pp") - 1, max_size=mesh.degree("pp") - 1))
+        draw(st.sets(st.integers(1, len(names) - 1), min_size=schedule.stages - 1, max_size=schedule.stages - 1))
+        if schedule.stages > 1
+        else ()
     )
     return solve(
         segmented,
@@ -71,8 +89,8 @@ def plans(
         mesh=mesh,
         stages=[names[cut] for cut in cuts] if cuts else None,
         placement=draw(st.sampled_from(PRESETS)),
-        schedule=draw(st.sampled_from(SCHEDULES)),
-        microbatches=draw(st.integers(1, captured.batch // mesh.degree("dp"))),
+        schedule=draw(st.sampled_from([schedule.name, str(schedule)])),
+        microbatches=microbatches,
     )
 
 

@@ -1,0 +1,47 @@
+"""Orders for stages that have their places already: forwards alone, and all forwards before all backwards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from autopart.ir.action import Action, Kind, Schedule
+
+
+def forwards(place: Sequence[int], microbatches: int) -> Schedule:
+    """Forwards only, for programs without a backward.
+
+    A rank takes as many microbatches as there are ranks through its first stage, then through its next, and so on: by
+    then the first of them has been through the stages between, and few wait.
+    """
+    ranks = max(place) + 1
+    rounds = [range(first, min(first + ranks, microbatches)) for first in range(0, microbatches, ranks)]
+    rows = (tuple(Action(Kind.F, stage, k) for each in rounds for stage in held for k in each) for held in _held(place))
+    return Schedule("forward", microbatches, tuple(place), tuple(rows))
+
+
+def forwards_first(place: Sequence[int], microbatches: int) -> Schedule:
+    """All forwards, stage by stage, then all backwards, for steps without a loss. With a stage a rank this is GPipe."""
+    every = range(microbatches)
+    rows = (
+        (
+            *(Action(Kind.F, stage, k) for stage in held for k in every),
+            *(Action(Kind.B, stage, k) for stage in reversed(held) for k in every),
+        )
+        for held in _held(place)
+    )
+    return Schedule("forwards first", microbatches, tuple(place), tuple(rows))
+
+
+def is_forwards_first(schedule: Schedule) -> bool:
+    """Whether every rank has done all of its forwards when it begins its first backward."""
+    return all(not any(action.kind is Kind.F for action in row[_first_backward(row) :]) for row in schedule.table)
+
+
+def _first_backward(row: Sequence[Action]) -> int:
+    return next((i for i, action in enumerate(row) if action.kind is not Kind.F), len(row))
+
+
+def _held(place: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """The stages of each rank."""
+    for rank in range(max(place) + 1):
+        yield tuple(stage for stage, at in enumerate(place) if at == rank)
