@@ -103,19 +103,27 @@ class Programs:
         Raises ValueError where the call has too few samples for the plan, and what compiling raises.
         """
         made_of = (kind, constants(asked.model, shapes=ranks.transport is None), asked.target)
-        key = (made_of, asked.microbatches(self.plan) if self.plan is not None else None)
+        key = self._key(made_of, asked)
         if key in self._kept:
             self._kept.move_to_end(key)
             compiled = self._kept[key]
         else:
             compiled = self._compile(asked, ranks, residence)
-            assert self.plan is not None
-            self._keep((made_of, asked.microbatches(self.plan)), compiled, type(asked.model).__name__)
+            self._keep(self._key(made_of, asked), compiled, type(asked.model).__name__)
         if compiled.program.captured.training:
             plan = compiled.program.plan
             compiler.check_cut(asked.shares(plan), plan, compiled.least)
             self.training = compiled.program
         return compiled
+
+    def _key(self, made_of: Any, asked: Asked) -> Any:
+        """What the program of a call is kept under: a training one has the plan's microbatches, whatever the batch."""
+        if self.plan is None:
+            return made_of, None
+        training = self._kept.get((made_of, self.plan.microbatches))
+        if training is not None and training.program.captured.training:
+            return made_of, self.plan.microbatches
+        return made_of, asked.microbatches(self.plan)
 
     def _keep(self, key: Any, compiled: Compiled, name: str) -> None:
         """Keep a new program; of too many, forget that used longest ago, and say once what keeps changing."""
@@ -163,6 +171,8 @@ class Programs:
         if self.plan is None:
             self.plan = self._planned(captured, sum(asked.samples or (asked.call.batch,)), ranks.size)
         plan = self.plan
+        if captured.training:
+            compiler.check_cut(asked.shares(plan), plan, least_samples(captured))
         segmented = segment(captured, cuts=plan.cuts)
         if captured.deferred:
             plan = replace(plan, schedule=FORWARDS_FIRST)
