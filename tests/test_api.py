@@ -12,7 +12,7 @@ from torch import nn
 
 import autopart
 from autopart.testing import LocalWorld
-from tests.models import MODELS
+from tests.models import GPT, MODELS
 
 
 class Net(nn.Module):
@@ -236,6 +236,24 @@ def test_report_and_sources(tmp_path: Any) -> None:
         f"rank{r}.py" for r in range(4)
     ]
     assert autopart.Plan.load(folder / "plan.json") == model.plan
+
+
+@pytest.mark.parametrize("mesh", [{"pp": 2}, {"dp": 2}], ids=str)
+def test_a_report_predicts_the_step_that_ran_last(mesh: dict[str, int]) -> None:
+    """Of an evaluation, of one sample too, and of a training call with other sizes than the first."""
+    model, ids = GPT(2, 8, 2, skips=False, tied=False), torch.randint(0, 32, (4, 3))
+    parallel = autopart.parallelize(model, mesh=mesh, microbatches=2, placement="fsdp", capture="direct")
+    sent = []
+    for training, call in ((True, ids), (False, ids), (False, ids[:1]), (True, ids.repeat(1, 2)), (True, ids)):
+        parallel.train(training)
+        with torch.set_grad_enabled(training):
+            parallel(call, call)
+        for rank in parallel.report().ranks:
+            assert rank.bytes_sent == rank.predicted_bytes
+            assert rank.peak_activations <= rank.predicted_activations
+            assert rank.peak_memory <= rank.predicted_memory
+        sent.append(sum(sum(rank.predicted_bytes.values()) for rank in parallel.report().ranks))
+    assert sent[0] == sent[4] and len(set(sent[:3])) == 3
 
 
 def test_stage_graphs_compute_what_the_stages_do() -> None:

@@ -22,6 +22,7 @@ from autopart.ir.mesh import pieces
 from autopart.ir.plan import Plan
 from autopart.ir.program import Program
 from autopart.ir.segmented import Segmented
+from autopart.ir.staged import Staged
 from autopart.ir.state import State
 from autopart.passes.costs import costs
 from autopart.passes.emit import emit
@@ -101,9 +102,17 @@ def _chosen(segmented: Segmented, batch: int, pins: Pins) -> Plan:
 def predicted(segmented: Segmented, plan: Plan) -> Plan:
     """The plan with its traffic and memory counted on the graph."""
     _check_slices(segmented, plan)
-    staged = split(shard(recompute(segmented, plan.recompute)), plan)
+    return _counted(split(shard(recompute(segmented, plan.recompute)), plan), plan)
+
+
+def predicted_of(program: Program, shares: Sequence[int]) -> Plan:
+    """The plan of a program, training or not, with the traffic and memory of a step on these samples a data rank."""
+    return _counted(program.staged, program.plan, shares)
+
+
+def _counted(staged: Staged, plan: Plan, shares: Sequence[int] | None = None) -> Plan:
     lowered = scheduled(staged, plan)
-    return with_memory(with_traffic(plan, staged, lowered), staged, lowered)
+    return with_memory(with_traffic(plan, staged, lowered, shares), staged, lowered, shares)
 
 
 def lower(segmented: Segmented, plan: Plan, *, state: State | None = None, check: bool = True) -> Program:
