@@ -178,7 +178,7 @@ def test_parts_come_together(pins: dict[str, Any]) -> None:
         assert any(shape[0] != plain.state_dict()[name].shape[0] for name, shape in found["local"].items())
 
 
-def test_losses_that_are_means_sums_and_counts() -> None:
+def test_f041_losses_that_are_means_sums_and_counts_under_every_plan() -> None:
     class Losses(nn.Module):
         def __init__(self, kind: str) -> None:
             super().__init__()
@@ -384,7 +384,7 @@ def test_world_of_another_size_is_refused_on_every_rank() -> None:
     assert all("3" in message and "2" in message for message in LocalWorld(2).run(ask))
 
 
-def test_one_device_has_every_method() -> None:
+def test_f097_one_device_has_every_method() -> None:
     model, args, kwargs = MODELS["half_frozen"]()
     plain = copy.deepcopy(model)
     parallel = autopart.parallelize(model, capture="direct")

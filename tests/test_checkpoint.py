@@ -191,7 +191,7 @@ def test_f007_capture_and_calls_without_a_step_change_no_buffer_and_no_gradient(
     assert all(parameter.grad is None for parameter in model.parameters()) and model.training
 
 
-def test_pickling_says_what_to_do_and_copies_work() -> None:
+def test_f114_pickling_says_what_to_do_and_copies_work() -> None:
     model = parallel({"mesh": {"pp": 2}, "microbatches": 2})
     for called in (False, True):
         if called:

@@ -264,7 +264,7 @@ def test_a_deep_copy_is_a_model_of_its_own_before_and_after_the_first_call() -> 
     in_both_worlds(Shared, body)
 
 
-def test_requires_grad_changes_between_calls() -> None:
+def test_f054_requires_grad_changes_between_calls() -> None:
     x = torch.randn(6, 6).double()
     plain = Shared().double()
     model = autopart.parallelize(copy.deepcopy(plain), mesh={"dp": 2}, placement="zero1", capture="direct")
