@@ -182,10 +182,10 @@ def test_f041_losses_that_are_means_sums_and_counts_under_every_plan() -> None:
     class Losses(nn.Module):
         def __init__(self, kind: str) -> None:
             super().__init__()
-            self.fc, self.kind = nn.Linear(4, 5), kind
+            self.first, self.fc, self.kind = nn.Linear(4, 4), nn.Linear(4, 5), kind
 
         def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-            logits = self.fc(x)
+            logits = self.fc(torch.tanh(self.first(x)))
             each = nn.functional.cross_entropy(logits, y, reduction="none", ignore_index=-1)
             match self.kind:
                 case "mean":
@@ -198,14 +198,26 @@ def test_f041_losses_that_are_means_sums_and_counts_under_every_plan() -> None:
                     return each.mean() + 0.1 * self.fc.weight.square().sum()
 
     x, y = torch.randn(8, 4).double(), torch.tensor([0, -1, 2, 3, -1, -1, 1, 4])
-    for kind in ("mean", "sum", "count", "penalty"):
+    for kind, mesh, microbatches in (
+        ("mean", {"dp": 2}, 3),
+        ("mean", {"pp": 2}, 4),
+        ("mean", {"pp": 2, "dp": 2}, 2),
+        ("sum", {"dp": 3}, 2),
+        ("sum", {"pp": 2, "dp": 2}, 2),
+        ("count", {"dp": 1}, 3),
+        ("count", {"dp": 3}, 1),
+        ("count", {"pp": 2}, 3),
+        ("penalty", {"dp": 2}, 3),
+    ):
         torch.manual_seed(1)
         plain = Losses(kind).double()
-        model = autopart.parallelize(copy.deepcopy(plain), mesh={"dp": 2}, microbatches=3, capture="direct")
+        model = autopart.parallelize(copy.deepcopy(plain), mesh=mesh, microbatches=microbatches, capture="direct")
         mine, reference = model(x, y), plain(x, y)
         mine.backward()
         reference.backward()
-        assert same(mine, reference) and same(model.fc.weight.grad, plain.fc.weight.grad), kind
+        assert same(mine, reference), (kind, mesh)
+        for name, parameter in plain.named_parameters():
+            assert same(model.get_parameter(name).grad, parameter.grad), (kind, mesh, name)
 
 
 def test_train_step_with_a_loss_function() -> None:
