@@ -511,4 +511,4 @@ def test_f081_another_head_on_another_rank_is_an_error_on_both_that_names_what_c
     one, two = LocalWorld(2).run(other_heads, how, inputs)
     assert one == two
     for message in one:
-        assert f"{what} of rank 1 differs from rank 0's: 'b' there, 'a' on rank 0" in message
+        assert f"rank 1 and rank 0 differ in {what} ('b' and 'a')" in message

@@ -6,7 +6,6 @@ import hashlib
 import zlib
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -25,9 +24,11 @@ _OWN = (
     "with inputs='local' ranks of one data rank pass the same samples, and all ranks the same of what is not split; "
     "give the distributed sampler the data rank, not the rank"
 )
-
-
-_SAME = "every rank makes the same calls of the same module: pass the same value everywhere"
+_SAME = (
+    "every rank makes the same calls of the same module: with the same values, and with tensors of the same sizes but "
+    "for the number of samples"
+)
+_SHOWN = 60  # characters of a value in a message
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,14 +96,17 @@ def _check_kind(transport: Transport, found: Sequence[str], named: Named) -> Non
         return
     texts = [(name, _text(value)) for name, value in named]
     every = transport.all_gather_object(texts, tuple(range(transport.size)))
-    for one, other in zip_longest(every[0], every[odd], fillvalue=("the number of attributes", "another")):
-        if one != other:
-            what, values = f"{one[0]} or {other[0]}", ""
-            if one[0] == other[0]:
-                what, values = one[0], f": {other[1]} there, {one[1]} on rank 0"
-            raise ValueError(
-                f"the ranks make different calls: {what} of rank {odd} differs from rank 0's{values}; {_SAME}"
-            )
+    mine, other = (dict(every[rank]) for rank in (odd, 0))
+    what = [
+        f"{name} ({mine.get(name, 'nothing')[:_SHOWN]} and {other.get(name, 'nothing')[:_SHOWN]})"
+        for name in {**mine, **other}
+        if mine.get(name) != other.get(name)
+    ]
+    if what:
+        raise ValueError(
+            f"the ranks make different calls: rank {odd} and rank 0 differ in {', '.join(what[:3])}"
+            f"{' and more' if what[3:] else ''}; {_SAME}"
+        )
     raise ValueError(
         f"the ranks have different programs: forward does not do the same on ranks 0 and {odd}, because of an object "
         f"in an attribute or of something outside of the module; {_SAME}"
@@ -113,7 +117,7 @@ def _text(value: Hashable) -> str:
     """A value as people write it; (type, value) stands for the value."""
     if isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], type):
         value = value[1]
-    return repr(value)[:80]
+    return repr(value)
 
 
 def _digest(text: str) -> str:
