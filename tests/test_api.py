@@ -12,7 +12,7 @@ from torch import nn
 
 import autopart
 from autopart.testing import LocalWorld
-from tests.models import MODELS
+from tests.models import GPT, MODELS
 
 
 class Net(nn.Module):
@@ -178,14 +178,14 @@ def test_parts_come_together(pins: dict[str, Any]) -> None:
         assert any(shape[0] != plain.state_dict()[name].shape[0] for name, shape in found["local"].items())
 
 
-def test_losses_that_are_means_sums_and_counts() -> None:
+def test_f041_losses_that_are_means_sums_and_counts_under_every_plan() -> None:
     class Losses(nn.Module):
         def __init__(self, kind: str) -> None:
             super().__init__()
-            self.fc, self.kind = nn.Linear(4, 5), kind
+            self.first, self.fc, self.kind = nn.Linear(4, 4), nn.Linear(4, 5), kind
 
         def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-            logits = self.fc(x)
+            logits = self.fc(torch.tanh(self.first(x)))
             each = nn.functional.cross_entropy(logits, y, reduction="none", ignore_index=-1)
             match self.kind:
                 case "mean":
@@ -198,14 +198,26 @@ def test_losses_that_are_means_sums_and_counts() -> None:
                     return each.mean() + 0.1 * self.fc.weight.square().sum()
 
     x, y = torch.randn(8, 4).double(), torch.tensor([0, -1, 2, 3, -1, -1, 1, 4])
-    for kind in ("mean", "sum", "count", "penalty"):
+    for kind, mesh, microbatches in (
+        ("mean", {"dp": 2}, 3),
+        ("mean", {"pp": 2}, 4),
+        ("mean", {"pp": 2, "dp": 2}, 2),
+        ("sum", {"dp": 3}, 2),
+        ("sum", {"pp": 2, "dp": 2}, 2),
+        ("count", {"dp": 1}, 3),
+        ("count", {"dp": 3}, 1),
+        ("count", {"pp": 2}, 3),
+        ("penalty", {"dp": 2}, 3),
+    ):
         torch.manual_seed(1)
         plain = Losses(kind).double()
-        model = autopart.parallelize(copy.deepcopy(plain), mesh={"dp": 2}, microbatches=3, capture="direct")
+        model = autopart.parallelize(copy.deepcopy(plain), mesh=mesh, microbatches=microbatches, capture="direct")
         mine, reference = model(x, y), plain(x, y)
         mine.backward()
         reference.backward()
-        assert same(mine, reference) and same(model.fc.weight.grad, plain.fc.weight.grad), kind
+        assert same(mine, reference), (kind, mesh)
+        for name, parameter in plain.named_parameters():
+            assert same(model.get_parameter(name).grad, parameter.grad), (kind, mesh, name)
 
 
 def test_train_step_with_a_loss_function() -> None:
@@ -236,6 +248,24 @@ def test_report_and_sources(tmp_path: Any) -> None:
         f"rank{r}.py" for r in range(4)
     ]
     assert autopart.Plan.load(folder / "plan.json") == model.plan
+
+
+@pytest.mark.parametrize("mesh", [{"pp": 2}, {"dp": 2}], ids=str)
+def test_a_report_predicts_the_step_that_ran_last(mesh: dict[str, int]) -> None:
+    """Of an evaluation, of one sample too, and of a training call with other sizes than the first."""
+    model, ids = GPT(2, 8, 2, skips=False, tied=False), torch.randint(0, 32, (4, 3))
+    parallel = autopart.parallelize(model, mesh=mesh, microbatches=2, placement="fsdp", capture="direct")
+    sent = []
+    for training, call in ((True, ids), (False, ids), (False, ids[:1]), (True, ids.repeat(1, 2)), (True, ids)):
+        parallel.train(training)
+        with torch.set_grad_enabled(training):
+            parallel(call, call)
+        for rank in parallel.report().ranks:
+            assert rank.bytes_sent == rank.predicted_bytes
+            assert rank.peak_activations <= rank.predicted_activations
+            assert rank.peak_memory <= rank.predicted_memory
+        sent.append(sum(sum(rank.predicted_bytes.values()) for rank in parallel.report().ranks))
+    assert sent[0] == sent[4] and len(set(sent[:3])) == 3
 
 
 def test_stage_graphs_compute_what_the_stages_do() -> None:
@@ -366,7 +396,7 @@ def test_world_of_another_size_is_refused_on_every_rank() -> None:
     assert all("3" in message and "2" in message for message in LocalWorld(2).run(ask))
 
 
-def test_one_device_has_every_method() -> None:
+def test_f097_one_device_has_every_method() -> None:
     model, args, kwargs = MODELS["half_frozen"]()
     plain = copy.deepcopy(model)
     parallel = autopart.parallelize(model, capture="direct")

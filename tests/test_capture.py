@@ -298,7 +298,7 @@ def _detached(self: Any, x: torch.Tensor) -> torch.Tensor:
         (_detached, "no parameter gets a gradient|requires_grad_"),
     ],
 )
-def test_refused_with_the_line(forward: Callable[..., Any], message: str, route: str) -> None:
+def test_f084_refused_with_the_line(forward: Callable[..., Any], message: str, route: str) -> None:
     module = type("Model", (Two,), {"forward": forward})()
     call = read(module, (normal(4, 4),))
     before = (torch.get_rng_state(), random.getstate(), repr(numpy.random.get_state()))

@@ -32,7 +32,7 @@ def run(command: list[str]) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, env=os.environ | paths, capture_output=True, text=True, timeout=100)
 
 
-def test_python_blocks(tmp_path: Path) -> None:
+def test_f107_python_blocks(tmp_path: Path) -> None:
     blocks = runnable("python")
     assert len(blocks) == 3
     script = tmp_path / "readme.py"
@@ -43,7 +43,7 @@ def test_python_blocks(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("line", shell_lines())
-def test_shell_lines(line: str) -> None:
+def test_f107_shell_lines(line: str) -> None:
     command = shlex.split(line)
     modules = {"python": [], "torchrun": ["-m", "torch.distributed.run"], "autopart": ["-m", "autopart.cli"]}
     done = run([sys.executable, *modules[command[0]], *command[1:]])

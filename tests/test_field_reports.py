@@ -13,7 +13,7 @@ from torch import nn
 
 import autopart
 from autopart.ir.action import Kind
-from autopart.testing import assert_parity
+from autopart.testing import LocalWorld, assert_parity
 
 PP2: dict[str, Any] = {"mesh": {"pp": 2}, "microbatches": 2}
 PP3: dict[str, Any] = {"mesh": {"pp": 3}, "microbatches": 2}
@@ -466,3 +466,49 @@ class Convolutions(nn.Module):
 @pytest.mark.parametrize("pins", [PP2, DP2], ids=["pp2", "dp2"])
 def test_f103_convolutions_and_views_of_unlike_factors(pins: dict[str, Any]) -> None:
     assert_parity(Convolutions(), (torch.randn(6, 2, 8, 8), torch.randn(6, 2)), steps=1, **pins)
+
+
+class Heads(nn.Module):
+    """Two heads: an argument, or an attribute, says which one is used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 2), nn.Linear(4, 2)
+        self.choice, self.label = "a", ""
+
+    def forward(self, x: torch.Tensor, head: str | None = None) -> torch.Tensor:
+        h = torch.tanh(self.body(x))
+        return (self.a if (head or self.choice) == "a" else self.b)(h).square().mean()
+
+
+def other_heads(rank: int, how: str, inputs: str) -> list[str]:
+    model, x = parallel(Heads(), mesh={"dp": 2}, placement="fsdp", inputs=inputs), torch.ones(4, 4)
+    model.label = f"of rank {rank}"  # read by nothing in forward, so no matter
+    messages = []
+    for calls in range(2):
+        if calls:
+            model(x).backward()
+        mine = "ab"[rank]
+        model.choice = mine if how == "attribute" else "a"
+        with pytest.raises(ValueError) as caught:
+            model(x, mine if how != "attribute" else None)
+        messages.append(str(caught.value))
+        model.choice = "a"
+    model.zero_grad()
+    model(x, "a").backward()
+    assert set(model.full_grads()) == {"body.weight", "body.bias", "a.weight", "a.bias"}
+    return messages
+
+
+@pytest.mark.parametrize(
+    ("how", "what", "inputs"),
+    [("argument", "the value of head", "global"), ("attribute", "the attribute choice", "local")],
+)
+def test_f081_another_head_on_another_rank_is_an_error_on_both_that_names_what_chose_it(
+    how: str, what: str, inputs: str
+) -> None:
+    torch.manual_seed(0)
+    one, two = LocalWorld(2).run(other_heads, how, inputs)
+    assert one == two
+    for message in one:
+        assert f"rank 1 and rank 0 differ in {what} ('b' and 'a')" in message

@@ -111,7 +111,7 @@ NORMS = {"two": 2.0, "one": 1.0, "three": 3.0, "inf": float("inf")}
 
 
 @pytest.mark.parametrize(("place", "kind"), [("zero1", Net), ("fsdp", Tied), ("pp", Tied)])
-def test_every_way_to_clip(place: str, kind: type[nn.Module]) -> None:
+def test_f046_f047_every_way_to_clip(place: str, kind: type[nn.Module]) -> None:
     def loop(model: Any) -> list[dict[str, torch.Tensor]]:
         seen = []
         beside = nn.Parameter(torch.ones(3, dtype=torch.float64))
@@ -294,7 +294,7 @@ def test_a_scope_that_is_not_known() -> None:
 
 
 @pytest.mark.parametrize("place", ["pp", "fsdp"])
-def test_groups_schedulers_and_lines_that_touch_gradients(place: str) -> None:
+def test_f068_groups_schedulers_and_lines_that_touch_gradients(place: str) -> None:
     def loop(model: Any) -> list[dict[str, torch.Tensor]]:
         decayed = [p for n, p in model.named_parameters() if n == "down.weight"]
         others = [p for n, p in model.named_parameters() if n != "down.weight"]
@@ -321,7 +321,7 @@ def test_groups_schedulers_and_lines_that_touch_gradients(place: str) -> None:
 
 
 @pytest.mark.parametrize("place", ["pp", "zero1"])
-def test_an_optimizer_over_the_head_only_and_a_scheduler_made_late(place: str) -> None:
+def test_f068_an_optimizer_over_the_head_only_and_a_scheduler_made_late(place: str) -> None:
     def loop(model: Any) -> list[dict[str, torch.Tensor]]:
         optimizer = torch.optim.SGD(model.down.parameters(), lr=0.1, momentum=0.9)
         scheduler: Any = None
@@ -362,7 +362,7 @@ def test_optimizer_state_loaded_before_the_first_call(place: str) -> None:
 
 
 @pytest.mark.parametrize(("place", "fused"), [("ddp", False), ("pp", True), ("zero1", True), ("fsdp", False)])
-def test_the_stock_scaler_steps_and_skips_everywhere_alike(place: str, fused: bool) -> None:
+def test_f048_the_stock_scaler_steps_and_skips_everywhere_alike(place: str, fused: bool) -> None:
     def loop(model: Any) -> list[dict[str, torch.Tensor]]:
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, fused=fused)
         scaler = torch.amp.GradScaler("cpu", init_scale=1024, growth_interval=2)
@@ -581,7 +581,7 @@ def test_two_models_with_two_optimizers(place: str) -> None:
 
 
 @pytest.mark.parametrize(("place", "early"), [("pp", True), ("zero1", True), ("fsdp", True), ("fsdp", False)])
-def test_averages_of_weights_made_before_and_after_the_first_call(place: str, early: bool) -> None:
+def test_f114_averages_of_weights_made_before_and_after_the_first_call(place: str, early: bool) -> None:
     from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
     def loop(model: Any) -> list[dict[str, torch.Tensor]]:
@@ -615,7 +615,7 @@ class Reparametrised(nn.Module):
 
 
 @pytest.mark.parametrize("place", ["ddp", "pp"])
-def test_parametrizations(place: str) -> None:
+def test_f115_parametrizations(place: str) -> None:
     def loop(model: Any) -> list[dict[str, torch.Tensor]]:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for step in range(2):
@@ -628,7 +628,7 @@ def test_parametrizations(place: str) -> None:
 
 
 @pytest.mark.parametrize("policy", ["refuse", "ignore"])
-def test_weights_computed_in_hooks_are_refused_whatever_the_policy(policy: str) -> None:
+def test_f115_weights_computed_in_hooks_are_refused_whatever_the_policy(policy: str) -> None:
     model = plain()
     with pytest.warns(FutureWarning):
         nn.utils.weight_norm(model.up)
@@ -638,7 +638,7 @@ def test_weights_computed_in_hooks_are_refused_whatever_the_policy(policy: str) 
 
 
 @pytest.mark.parametrize("capture", ["direct", "compile"])
-def test_sparse_gradients_are_refused_by_name(capture: str) -> None:
+def test_f115_sparse_gradients_are_refused_by_name(capture: str) -> None:
     class Words(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -733,7 +733,7 @@ class Casting(nn.Module):
 
 
 @pytest.mark.parametrize("capture", ["direct", "compile"])
-def test_the_callers_autocast_is_honoured_at_each_call(capture: str) -> None:
+def test_f050_the_callers_autocast_is_honoured_at_each_call(capture: str) -> None:
     reference = plain(Casting).float()
     x, y = torch.randn(8, 16), torch.randn(8, 1)
     model = autopart.parallelize(copy.deepcopy(reference), mesh={"pp": 2}, microbatches=2, capture=capture)

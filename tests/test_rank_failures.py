@@ -141,7 +141,7 @@ def test_a_fault_inside_an_action_in_the_local_world(phase: str) -> None:
     assert message.startswith(where) and re.search(rf"test_rank_failures.py:\d+  {re.escape(LINE)}", message)
 
 
-def test_a_fault_inside_a_forward_on_processes() -> None:
+def test_f078_a_fault_inside_a_forward_on_processes() -> None:
     result = launch(step, 2, ["forward"], timeout=60, check=False)
     assert_ended(result, 1)
     assert_quiet(result, 1, "failed")
@@ -150,7 +150,7 @@ def test_a_fault_inside_a_forward_on_processes() -> None:
     assert where in last and LINE in last and result.outputs[1].count(where) == 1, result
 
 
-def test_a_fault_inside_a_backward_under_torchrun(tmp_path: Path) -> None:
+def test_f078_a_fault_inside_a_backward_under_torchrun(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("from tests.test_rank_failures import step\nstep('backward')\n")
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}"]
@@ -177,8 +177,7 @@ def test_a_loop_that_fails_on_one_rank(case: str, size: int, cause: str) -> None
     assert "".join(result.outputs).count('KeyError: "the user\'s own fault"') == (case == "raises"), result
 
 
-def test_a_loop_that_is_shorter_on_one_rank() -> None:
-    """F077."""
+def test_f077_a_loop_that_is_shorter_on_one_rank() -> None:
     result = launch(loop, 3, ["stops"], timeout=60, check=False)
     assert result.codes == (1, 0, 1), result
     assert max(result.ended) - result.ended[1] < LIMIT, result
@@ -212,8 +211,7 @@ def evaluating_alone() -> str:
     return "not reached"
 
 
-def test_an_evaluation_on_one_rank_alone_names_who_is_missing() -> None:
-    """F070."""
+def test_f070_an_evaluation_on_one_rank_alone_names_who_is_missing() -> None:
     result = launch(evaluating_alone, 2, timeout=40, check=False)
     assert all(result.codes), result
     message = "RankFailure: rank 1: all_gather_object over (0, 1) cannot happen: rank 0 has not joined in; every rank"

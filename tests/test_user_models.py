@@ -264,7 +264,7 @@ def test_a_deep_copy_is_a_model_of_its_own_before_and_after_the_first_call() -> 
     in_both_worlds(Shared, body)
 
 
-def test_requires_grad_changes_between_calls() -> None:
+def test_f054_requires_grad_changes_between_calls() -> None:
     x = torch.randn(6, 6).double()
     plain = Shared().double()
     model = autopart.parallelize(copy.deepcopy(plain), mesh={"dp": 2}, placement="zero1", capture="direct")
@@ -365,9 +365,15 @@ def test_narrow_dtypes(dtype: torch.dtype) -> None:
         assert float(losses[0].detach() - losses[1].detach()) == pytest.approx(0, abs=0.05)
 
 
-def test_a_last_batch_too_small_says_what_to_do() -> None:
+def test_a_last_batch_too_small_says_what_to_do_before_anything_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     model = autopart.parallelize(Shared(), mesh={"dp": 2}, microbatches=2, capture="direct")
     model(torch.ones(6, 6))
+
+    def never(*_: Any, **__: Any) -> None:
+        raise AssertionError("a batch that is refused is not compiled")
+
+    monkeypatch.setattr("autopart.api.compiler.lower", never)
+    monkeypatch.setattr("autopart.capture.capture_again", never)
     with pytest.raises(ValueError, match=r"batch: 3 samples .* 4 pieces .*drop_last=True"):
         model(torch.ones(3, 6))
     with pytest.raises(ValueError, match=r"batch: 1 samples .* 4 pieces .*drop_last=True"):

@@ -1,7 +1,7 @@
 """Ordinary models, each as small as its kind allows, with a sample batch: ``ZOO[name]() -> Specimen``.
 
 Every function seeds torch first, so two calls give equal models and batches. Dropout is off and norms are within a
-sample unless an argument says otherwise.
+sample unless an argument says otherwise, as it does in `VARIANTS`.
 """
 
 from __future__ import annotations
@@ -21,12 +21,17 @@ SAMPLES = 6
 
 @dataclass(frozen=True, slots=True)
 class Specimen:
-    """A model with one call of it; `batch` names the batch dims that are not 0, as `parallelize` takes them."""
+    """A model with one call of it; `batch` names the batch dims that are not 0, as `parallelize` takes them.
+
+    So are `semantics` and `capture`, where they are not the usual ones.
+    """
 
     model: nn.Module
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     batch: Mapping[str, int | None] | None = None
+    semantics: str = "exact"
+    capture: str = "direct"
 
 
 def integers(high: int, *shape: int) -> torch.Tensor:
@@ -78,15 +83,19 @@ class ResNet(nn.Module):
 def resnet(norm: str = "group") -> Specimen:
     """A residual CNN with GroupNorm (or BatchNorm)."""
     torch.manual_seed(0)
-    return Specimen(ResNet(norm), (torch.randn(SAMPLES, 3, 8, 8), integers(5, SAMPLES)))
+    batch = torch.randn(SAMPLES, 3, 8, 8), integers(5, SAMPLES)
+    return Specimen(ResNet(norm), batch, semantics="exact" if norm == "group" else "accumulate")
 
 
 class UNet(nn.Module):
-    """A U-Net of depth 2; `up` is how it grows: "nearest", "bilinear" or "transposed" convolutions."""
+    """A U-Net of depth 2; `up` is how it grows: "nearest", "bilinear" or "transposed" convolutions.
 
-    def __init__(self, up: str, widths: tuple[int, ...] = (3, 4, 6)) -> None:
+    Its convolutions have BatchNorms if `normed`.
+    """
+
+    def __init__(self, up: str, normed: bool, widths: tuple[int, ...] = (3, 4, 6)) -> None:
         super().__init__()
-        self.up = up
+        self.up, self.normed = up, normed
         self.first = self.twice(1, widths[0])
         self.down = nn.ModuleList(self.twice(a, b) for a, b in pairwise(widths))
         pairs = list(pairwise(widths))[::-1]
@@ -95,9 +104,10 @@ class UNet(nn.Module):
         self.join = nn.ModuleList(self.twice(2 * a, a) for a, _ in pairs)
         self.head = nn.Conv2d(widths[0], 1, 1)
 
-    @staticmethod
-    def twice(a: int, b: int) -> nn.Module:
-        return nn.Sequential(nn.Conv2d(a, b, 3, padding=1), nn.GELU(), nn.Conv2d(b, b, 3, padding=1), nn.SiLU())
+    def twice(self, a: int, b: int) -> nn.Module:
+        norms = [nn.BatchNorm2d(b) if self.normed else nn.Identity() for _ in range(2)]
+        one, two = nn.Conv2d(a, b, 3, padding=1), nn.Conv2d(b, b, 3, padding=1)
+        return nn.Sequential(one, norms[0], nn.GELU(), two, norms[1], nn.SiLU())
 
     def forward(self, images: torch.Tensor, masks: torch.Tensor) -> torch.Tensor:
         h, kept = self.first(images), []
@@ -113,10 +123,11 @@ class UNet(nn.Module):
         return F.binary_cross_entropy_with_logits(self.head(h), masks, pos_weight=torch.tensor(2.0, dtype=h.dtype))
 
 
-def unet(up: str = "nearest") -> Specimen:
-    """A U-Net."""
+def unet(up: str = "nearest", *, normed: bool = False) -> Specimen:
+    """A U-Net, with BatchNorms if `normed`."""
     torch.manual_seed(0)
-    return Specimen(UNet(up), (torch.randn(SAMPLES, 1, 8, 8), (torch.rand(SAMPLES, 1, 8, 8) > 0.5).double()))
+    batch = torch.randn(SAMPLES, 1, 8, 8), (torch.rand(SAMPLES, 1, 8, 8) > 0.5).double()
+    return Specimen(UNet(up, normed), batch, semantics="accumulate" if normed else "exact")
 
 
 def vit(dropout: float = 0.0) -> Specimen:
@@ -226,6 +237,24 @@ def bert(dropout: float = 0.0) -> Specimen:
     labels[torch.rand(SAMPLES, 6) < 0.6] = -100
     mask = (torch.arange(6) < integers(4, SAMPLES, 1) + 3).long()
     return Specimen(BertForMaskedLM(config), (), {"input_ids": ids, "attention_mask": mask, "labels": labels})
+
+
+def gpt2(dropout: float, *, checkpointed: bool = False) -> Specimen:
+    """Hugging Face's GPT-2, its blocks checkpointed as the library does it if asked."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=32, n_positions=8, n_embd=8, n_layer=3, n_head=2, resid_pdrop=dropout, embd_pdrop=dropout,
+        attn_pdrop=dropout, bos_token_id=0, eos_token_id=0, use_cache=False,
+    )  # fmt: skip
+    model = GPT2LMHeadModel(config)
+    if checkpointed:
+        model.gradient_checkpointing_enable()
+    ids = integers(32, SAMPLES, 6)
+    labels = ids.masked_fill(torch.rand(SAMPLES, 6) < 0.3, -100)
+    capture = "compile" if checkpointed else "direct"
+    return Specimen(model, (), {"input_ids": ids, "labels": labels}, capture=capture)
 
 
 def t5(dropout: float = 0.0) -> Specimen:
@@ -361,3 +390,17 @@ ZOO: Mapping[str, Callable[[], Specimen]] = {
     "einsum": einsum,
 }
 """The models by name."""
+
+VARIANTS: Mapping[str, Callable[[], Specimen]] = {
+    "resnet-batchnorm": partial(resnet, "batch"),
+    "unet-batchnorm": partial(unet, "transposed", normed=True),
+    "vit-dropout": partial(vit, 0.2),
+    "lstm-dropout": partial(recurrent, nn.LSTM, dropout=0.3),
+    "transformer-dropout": partial(transformer, True, True, 0.2),
+    "bert-dropout": partial(bert, 0.2),
+    "t5-dropout": partial(t5, 0.2),
+    "lora-dropout": partial(lora, 0.2),
+    "gpt2-dropout": partial(gpt2, 0.2),
+    "gpt2-dropout-checkpointed": partial(gpt2, 0.2, checkpointed=True),
+}
+"""Those whose kind has it by nature, with BatchNorm or dropout, and checkpoint regions around dropout."""

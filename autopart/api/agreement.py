@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import zlib
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from autopart.api.programs import Compiled, Named
 from autopart.capture.call import Call
 from autopart.ir.mesh import Mesh
+from autopart.ir.program import Program
 from autopart.runtime.transport import Transport
 
 _WHOLE = (
@@ -21,33 +24,104 @@ _OWN = (
     "with inputs='local' ranks of one data rank pass the same samples, and all ranks the same of what is not split; "
     "give the distributed sampler the data rank, not the rank"
 )
+_SAME = (
+    "every rank makes the same calls of the same module: with the same values, and with tensors of the same sizes but "
+    "for the number of samples"
+)
+_SHOWN = 60  # characters of a value in a message
 
 
-def agree(
-    transport: Transport, key: Hashable, call: Call, mesh: Mesh | None, *, held: bool
-) -> tuple[int, tuple[int, ...] | None]:
-    """Raise ValueError on every rank unless the calls of all ranks fit together; torch's seed on rank 0, for all.
-
-    `key` is what a program is compiled for, `held` whether reductions wait. Without `mesh` every rank passes the whole
-    batch. With it each data rank passes its own samples, and the number of these is returned, an entry a data rank.
-    Collective.
+@dataclass(frozen=True, slots=True)
+class Agreed:
+    """What all ranks go by: torch's seed on rank 0; the samples of each data rank, where each passes its own; whether
+    all have the call's program.
     """
-    shapes = hashlib.sha256(repr(key).encode()).hexdigest()
-    mine: dict[str, Any] = {
-        "inputs' shapes, dtypes or values of other arguments, or the model's modes": shapes,
-        "batch size": call.batch,
-        "use of no_sync()": held,
-    }
+
+    seed: int
+    samples: tuple[int, ...] | None
+    known: bool
+
+
+def agree(transport: Transport, kind: Named, call: Call, mesh: Mesh | None, *, held: bool, known: bool) -> Agreed:
+    """Raise ValueError on every rank unless the calls of all ranks fit together.
+
+    `kind` is what a program is compiled for, `held` whether reductions wait, `known` whether there is a program for the
+    call here. Without `mesh` every rank passes the whole batch, with it each data rank its own samples. Collective.
+    """
+    mine: dict[str, Any] = {"kind": _digest(repr(kind)), "batch size": call.batch, "use of no_sync()": held}
     mine |= {f"inputs' contents ({split})": sums for split, sums in _checksums(call).items()}
-    gathered = transport.all_gather_object((mine, torch.initial_seed()), tuple(range(transport.size)))
-    every, seed = [found for found, _ in gathered], int(gathered[0][1])
+    gathered = transport.all_gather_object((mine, torch.initial_seed(), known), tuple(range(transport.size)))
+    every, seed = [found for found, _, _ in gathered], int(gathered[0][1])
     for what in mine:
         own = mesh is not None and what in ("batch size", f"inputs' contents ({_SAMPLES})")
         likes = _likes(mesh) if own and mesh is not None else [0] * transport.size
-        _check_alike(what, [found[what] for found in every], likes, _OWN if mesh is not None else _WHOLE)
-    if mesh is None:
-        return seed, None
-    return seed, tuple(every[mesh.rank({"dp": part})]["batch size"] for part in range(mesh.degree("dp")))
+        found = [each[what] for each in every]
+        if what == "kind":
+            _check_kind(transport, found, kind)
+        else:
+            _check_alike(what, found, likes, _OWN if mesh is not None else _WHOLE)
+    samples = None
+    if mesh is not None:
+        samples = tuple(every[mesh.rank({"dp": part})]["batch size"] for part in range(mesh.degree("dp")))
+    return Agreed(seed, samples, all(known for _, _, known in gathered))
+
+
+def alike(transport: Transport | None, made: Named, compiled: Callable[[], Compiled]) -> Compiled:
+    """``compiled()``, which must give the same program on every rank, or an error on every rank. Collective.
+
+    Raises ValueError on all of them otherwise, naming what of `made` differs. An attribute of the module that is not
+    the same everywhere is no matter unless `forward` reads it.
+    """
+    if transport is None or transport.size == 1:
+        return compiled()
+    try:
+        found: Compiled | Exception = compiled()
+    except Exception as error:
+        found = error
+    what = type(found).__name__ if isinstance(found, Exception) else _texts(found.program)
+    _check_kind(transport, transport.all_gather_object(_digest(what), tuple(range(transport.size))), made)
+    if isinstance(found, Exception):
+        raise found
+    return found
+
+
+def _texts(program: Program) -> str:
+    return "\n".join([program.plan.fingerprint, program.captured.call, *(rank.source for rank in program.ranks)])
+
+
+def _check_kind(transport: Transport, found: Sequence[str], named: Named) -> None:
+    """Where the ranks found different things, gather what these are made of, and say what differs."""
+    odd = next((rank for rank, each in enumerate(found) if each != found[0]), None)
+    if odd is None:
+        return
+    texts = [(name, _text(value)) for name, value in named]
+    every = transport.all_gather_object(texts, tuple(range(transport.size)))
+    mine, other = (dict(every[rank]) for rank in (odd, 0))
+    what = [
+        f"{name} ({mine.get(name, 'nothing')[:_SHOWN]} and {other.get(name, 'nothing')[:_SHOWN]})"
+        for name in {**mine, **other}
+        if mine.get(name) != other.get(name)
+    ]
+    if what:
+        raise ValueError(
+            f"the ranks make different calls: rank {odd} and rank 0 differ in {', '.join(what[:3])}"
+            f"{' and more' if what[3:] else ''}; {_SAME}"
+        )
+    raise ValueError(
+        f"the ranks have different programs: forward does not do the same on ranks 0 and {odd}, because of an object "
+        f"in an attribute or of something outside of the module; {_SAME}"
+    )
+
+
+def _text(value: Hashable) -> str:
+    """A value as people write it; (type, value) stands for the value."""
+    if isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], type):
+        value = value[1]
+    return repr(value)
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 _SAMPLES, _SHARED = "samples", "what is not split"

@@ -104,8 +104,16 @@ def _chosen(segmented: Segmented, batch: int, pins: Pins) -> Plan:
 def predicted(segmented: Segmented, plan: Plan) -> Plan:
     """The plan with its traffic and memory counted on the graph."""
     _check_slices(segmented, plan)
-    staged, lowered = _staged(segmented, plan)
-    return with_memory(with_traffic(plan, staged, lowered), staged, lowered)
+    return _counted(*_staged(segmented, plan), plan)
+
+
+def predicted_of(program: Program, shares: Sequence[int]) -> Plan:
+    """The plan of a program, training or not, with the traffic and memory of a step on these samples a data rank."""
+    return _counted(program.staged, scheduled(program.staged, program.plan), program.plan, shares)
+
+
+def _counted(staged: Staged, lowered: Scheduled, plan: Plan, shares: Sequence[int] | None = None) -> Plan:
+    return with_memory(with_traffic(plan, staged, lowered, shares), staged, lowered, shares)
 
 
 def lower(segmented: Segmented, plan: Plan, *, state: State | None = None, check: bool = True) -> Program:

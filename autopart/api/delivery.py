@@ -10,6 +10,7 @@ import torch
 from autopart import _torch
 from autopart.api.boundary import deferred_outputs, input_gradients
 from autopart.api.step import Step, gradients
+from autopart.ir.program import Program
 from autopart.runtime import guards
 from autopart.runtime.autograd import Later, Pairs, delivering
 from autopart.runtime.executor import release
@@ -18,20 +19,22 @@ from autopart.runtime.unreduced import Share, Unreduced
 
 
 class Delivery:
-    """The gradients of a module's calls on their way to ``.grad``, and the report of the last step.
+    """The gradients of a module's calls on their way to ``.grad``, and the last step: what ran, what was measured.
 
-    `waiting` says that calls are made under ``no_sync()``; what they leave is in `unreduced`.
+    `waiting` says that calls are made under ``no_sync()``; what they leave is in `unreduced`. `ran` is the program of
+    the last step, with the samples of each data rank.
     """
 
     def __init__(self) -> None:
         self.waiting = False
         self.unreduced = Unreduced()
         self.report: Report | None = None
+        self.ran: tuple[Program, tuple[int, ...]] | None = None
 
     def copied(self) -> Delivery:
         """That of a copy of the module, of which nothing waits."""
         made = Delivery()
-        made.waiting, made.report = self.waiting, self.report
+        made.waiting, made.report, made.ran = self.waiting, self.report, self.ran
         return made
 
     @property
@@ -41,7 +44,7 @@ class Delivery:
 
     def returned(self, step: Step) -> Any:
         """What the module's forward returns, of the step that ran in its place."""
-        self.report = step.report
+        self.report, self.ran = step.report, (step.program, step.shares)
         captured, outputs = step.captured, step.outputs()
         if captured.deferred:
             outputs |= self._deferred(step)
@@ -62,7 +65,7 @@ class Delivery:
 
         def rest(tangents: Mapping[str, torch.Tensor]) -> Pairs:
             done = step.resumed(tangents)
-            self.report = done.report
+            self.report, self.ran = done.report, (done.program, done.shares)
             pairs = self._pairs(done, wait=wait)
             made = pairs(torch.ones(())) if callable(pairs) else pairs
             return [*made, *input_gradients(step.captured, step.call, done.results[0].outputs)]

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from autopart.api.compiler import predicted_of
 from autopart.api.options import Options
 from autopart.api.plain import check_root_hooks
 from autopart.api.session import Session
@@ -78,11 +79,14 @@ class Parallel(torch.nn.Module):
         return self._autopart.programs.training
 
     def report(self) -> Report:
-        """What the last step measured, beside what was predicted. Raises RuntimeError before the first call."""
-        report = self._autopart.delivery.report
-        if report is None:
+        """What the last step measured, beside what is predicted of such a step: of training or evaluation, at its size.
+
+        Raises RuntimeError before the first call.
+        """
+        report, ran = self._autopart.delivery.report, self._autopart.delivery.ran
+        if report is None or ran is None:
             raise RuntimeError("report: nothing has run yet; call the model first")
-        return report
+        return report.beside(predicted_of(*ran))
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale the gradients so that their norm over the whole model is at most `max_norm`; return it as it was."""

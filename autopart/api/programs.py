@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
 import warnings
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -36,6 +37,23 @@ CACHED_PROGRAMS = 8
 KEPT_PATTERNS = 4  # of training and evaluation, with and without optional arguments
 
 
+Named = tuple[tuple[str, Hashable], ...]
+"""What a program is made for, part by part, by what a person calls it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """What a program is made for: the kind of call, equal on all ranks, and what the module's attributes are."""
+
+    kind: Named
+    constants: Named
+    target: bool
+
+    def named(self) -> Named:
+        """All parts, by what a person calls them."""
+        return *self.kind, *((f"the attribute {name}", value) for name, value in self.constants)
+
+
 @dataclass(frozen=True, slots=True)
 class Asked:
     """A call of a module, with the modes that it is made in.
@@ -48,13 +66,18 @@ class Asked:
     target: bool
     samples: tuple[int, ...] | None = None
 
-    def kind(self) -> Hashable:
+    def kind(self) -> Named:
         """What the call and the modes of the moment make of a program, equal on all ranks."""
-        modes = tuple(part.training for part in self.model.modules())
-        trained = tuple(parameter.requires_grad for parameter in self.model.parameters())
+        modes = [(f"the mode of module {name!r}", part.training) for name, part in self.model.named_modules()]
+        trained = [(f"requires_grad of parameter {name}", p.requires_grad) for name, p in self.model.named_parameters()]
         kinds = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
         casts = tuple((kind, torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind))
-        return self.call.key(), torch.is_grad_enabled(), modes, trained, casts
+        grad = torch.is_grad_enabled()
+        return *self.call.named_key(), ("the use of no_grad()", grad), *modes, *trained, ("the autocast", casts)
+
+    def made(self, ranks: Ranks) -> Made:
+        """What a program for this call is made for."""
+        return Made(self.kind(), constants(self.model, shapes=ranks.transport is None), self.target)
 
     def shares(self, plan: Plan) -> tuple[int, ...]:
         """The samples of each data rank: its own, or its part of the whole batch."""
@@ -85,7 +108,7 @@ class Programs:
         self.plan: Plan | None = None
         self.training: Program | None = None  # that of the last training call
         self._patterns: tuple[Pattern, ...] = ()
-        self._kept: OrderedDict[Hashable, Compiled] = OrderedDict()
+        self._kept: OrderedDict[tuple[Made, int | None], Compiled] = OrderedDict()
         self._warned = False
 
     def __len__(self) -> int:
@@ -97,27 +120,48 @@ class Programs:
         made._kept = self._kept.copy()
         return made
 
-    def program_for(self, asked: Asked, kind: Hashable, ranks: Ranks, residence: Residence | None) -> Compiled:
-        """The program for a call, compiled unless it is kept; `kind` is the call's.
+    @contextlib.contextmanager
+    def undone_by_errors(self) -> Iterator[None]:
+        """Where an error refuses the call, keep neither the plan nor the program that were made for it."""
+        plan, training, kept = self.plan, self.training, self._kept.copy()
+        try:
+            yield
+        except Exception:
+            self.plan, self.training, self._kept = plan, training, kept
+            raise
+
+    def knows(self, made: Made) -> bool:
+        """Whether a program for such a call is kept."""
+        return any(known == made for known, _ in self._kept)
+
+    def program_for(self, asked: Asked, made: Made, ranks: Ranks, residence: Residence | None) -> Compiled:
+        """The program for a call, compiled unless it is kept; `made` is what it is made for.
 
         Raises ValueError where the call has too few samples for the plan, and what compiling raises.
         """
-        made_of = (kind, constants(asked.model, shapes=ranks.transport is None), asked.target)
-        key = (made_of, asked.microbatches(self.plan) if self.plan is not None else None)
+        key = self._key(made, asked)
         if key in self._kept:
             self._kept.move_to_end(key)
             compiled = self._kept[key]
         else:
             compiled = self._compile(asked, ranks, residence)
-            assert self.plan is not None
-            self._keep((made_of, asked.microbatches(self.plan)), compiled, type(asked.model).__name__)
+            self._keep(self._key(made, asked), compiled, type(asked.model).__name__)
         if compiled.program.captured.training:
             plan = compiled.program.plan
             compiler.check_cut(asked.shares(plan), plan, compiled.least)
             self.training = compiled.program
         return compiled
 
-    def _keep(self, key: Any, compiled: Compiled, name: str) -> None:
+    def _key(self, made: Made, asked: Asked) -> tuple[Made, int | None]:
+        """What the program of a call is kept under: a training one has the plan's microbatches, whatever the batch."""
+        if self.plan is None:
+            return made, None
+        training = self._kept.get((made, self.plan.microbatches))
+        if training is not None and training.program.captured.training:
+            return made, self.plan.microbatches
+        return made, asked.microbatches(self.plan)
+
+    def _keep(self, key: tuple[Made, int | None], compiled: Compiled, name: str) -> None:
         """Keep a new program; of too many, forget that used longest ago, and say once what keeps changing."""
         self._kept[key] = compiled
         if len(self._kept) <= CACHED_PROGRAMS:
@@ -125,8 +169,8 @@ class Programs:
         self._kept.popitem(last=False)
         if not self._warned:
             self._warned = True
-            ((_, before, _), _), ((_, after, _), _) = list[Any](self._kept)[-2:]
-            names = [each for each, _ in sorted(set(after) - set(before), key=str)]
+            (before, _), (after, _) = list(self._kept)[-2:]
+            names = [each for each, _ in sorted(set(after.constants) - set(before.constants), key=str)]
             warnings.warn(
                 f"{len(self._kept) + 1} programs were compiled for {name}, as "
                 f"{', '.join(names) or 'the shapes or values of its arguments'} keeps changing; each takes a while",
@@ -163,6 +207,8 @@ class Programs:
         if self.plan is None:
             self.plan = self._planned(captured, sum(asked.samples or (asked.call.batch,)), ranks.size)
         plan = self.plan
+        if captured.training:
+            compiler.check_cut(asked.shares(plan), plan, least_samples(captured))
         segmented = segment(captured, cuts=plan.cuts)
         if captured.deferred:
             plan = forwards_first(plan)

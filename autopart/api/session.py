@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from autopart import capture as capturing
-from autopart.api.agreement import agree
+from autopart.api.agreement import agree, alike
 from autopart.api.copies import Copies
 from autopart.api.delivery import Delivery
 from autopart.api.options import Options
 from autopart.api.plain import as_plain, check_hooks
-from autopart.api.programs import Asked, Programs
+from autopart.api.programs import Asked, Compiled, Made, Programs
 from autopart.api.ranks import Ranks
 from autopart.api.step import run_step
 from autopart.capture import NO_TARGET
@@ -78,9 +78,10 @@ class Session:
         with as_plain(model, self.plain):
             call = capturing.read(model, args, kwargs, batch=self.options.batch, target=target)
             asked = Asked(model, call, target is not NO_TARGET)
-            kind = asked.kind()
-            seed, asked = self._agree(asked, kind)
-            compiled = self.programs.program_for(asked, kind, ranks, self.residence)
+            made = asked.made(ranks)
+            seed, asked, known = self._agree(asked, made)
+            with self.programs.undone_by_errors():
+                compiled = self._compiled(asked, made, known=known)
         self._place(model, compiled.program, materials, call.device)
         counts = model.training and torch.is_grad_enabled()
         draws = following(self.draws, seed) if counts else self.draws or Draws(seed, 0)
@@ -108,16 +109,26 @@ class Session:
         """The plan, None before the first call."""
         return self.programs.plan
 
-    def _agree(self, asked: Asked, kind: Hashable) -> tuple[int, Asked]:
-        """Torch's seed on rank 0, for all, and the call with the samples of each data rank where each has its own.
+    def _agree(self, asked: Asked, made: Made) -> tuple[int, Asked, bool]:
+        """Torch's seed on rank 0, for all; the call with the samples of each data rank where each has its own; whether
+        all ranks have its program.
 
         Raises ValueError on every rank if their calls do not fit.
         """
+        known = self.programs.knows(made)
         if self.transport is None or self.transport.size == 1:
-            return torch.initial_seed(), asked
+            return torch.initial_seed(), asked, known
         mesh = self.options.given_mesh() if self.options.inputs == "local" else None
-        seed, samples = agree(self.transport, kind, asked.call, mesh, held=self.delivery.holds)
-        return seed, replace(asked, samples=samples)
+        found = agree(self.transport, made.kind, asked.call, mesh, held=self.delivery.holds, known=known)
+        return found.seed, replace(asked, samples=found.samples), found.known
+
+    def _compiled(self, asked: Asked, made: Made, *, known: bool) -> Compiled:
+        """The program for a call, the same on every rank; all have it already where it is `known`."""
+
+        def compiled() -> Compiled:
+            return self.programs.program_for(asked, made, self.join(), self.residence)
+
+        return compiled() if known else alike(self.transport, made.named(), compiled)
 
     # Parameters
 

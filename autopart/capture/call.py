@@ -74,7 +74,15 @@ class Call:
 
     def key(self) -> tuple[Any, ...]:
         """What a compiled program depends on: everything but the values and the batch size."""
-        return (str(self.spec), *(_leaf_key(leaf, dim) for leaf, dim in zip(self.leaves, self.dims, strict=True)))
+        return tuple(value for _, value in self.named_key())
+
+    def named_key(self) -> tuple[tuple[str, Any], ...]:
+        """The key's parts by what a person calls them."""
+        leaves = tuple(
+            (f"the {'sizes or dtype' if isinstance(leaf, torch.Tensor) else 'value'} of {label}", _leaf_key(leaf, dim))
+            for leaf, dim, label in zip(self.leaves, self.dims, self.labels, strict=True)
+        )
+        return (("which arguments there are", str(self.spec)), *leaves)
 
 
 def read_call(

@@ -32,27 +32,33 @@ Calls = Iterator[tuple[str, int, int, int]]
 """Collectives of a rank: (collective, payload bytes, ranks, how often)."""
 
 
-def with_traffic(plan: Plan, staged: Staged, scheduled: Scheduled) -> Plan:
+Shares = Sequence[int]
+"""The samples of each data rank; by default its part of a batch of the plan's size."""
+
+
+def with_traffic(plan: Plan, staged: Staged, scheduled: Scheduled, shares: Shares | None = None) -> Plan:
     """The plan with the bytes that every rank sends filled in."""
-    return replace(plan, prediction=replace(plan.prediction, sent=predict_traffic(staged, scheduled, plan)))
+    return replace(plan, prediction=replace(plan.prediction, sent=predict_traffic(staged, scheduled, plan, shares)))
 
 
-def with_memory(plan: Plan, staged: Staged, scheduled: Scheduled, *, optimizer_ratio: float = 2.0) -> Plan:
+def with_memory(
+    plan: Plan, staged: Staged, scheduled: Scheduled, shares: Shares | None = None, *, optimizer_ratio: float = 2.0
+) -> Plan:
     """The plan with the memory of its stages counted anew, on the graph instead of a segment at a time."""
-    memory = predict_memory(staged, scheduled, plan, optimizer_ratio=optimizer_ratio)
+    memory = predict_memory(staged, scheduled, plan, shares, optimizer_ratio=optimizer_ratio)
     return replace(plan, prediction=replace(plan.prediction, memory=memory))
 
 
-def predict_traffic(staged: Staged, scheduled: Scheduled, plan: Plan) -> tuple[Sent, ...]:
-    """Bytes that each rank sends in one step on a batch of the plan's size, an entry a rank."""
+def predict_traffic(staged: Staged, scheduled: Scheduled, plan: Plan, shares: Shares | None = None) -> tuple[Sent, ...]:
+    """Bytes that each rank sends in one step, an entry a rank."""
     mesh, degree, places = plan.mesh, plan.mesh.degree("dp"), scheduled.schedule.place
-    shares = pieces(plan.batch, degree)
+    shares = shares or pieces(plan.batch, degree)
     first = replace(scheduled, table=tuple(tuple(a for a in row if a.microbatch == 0) for row in scheduled.table))
     rows = with_collectives(staged, first, degree)
     held = [_held(staged, column) for column in range(len(rows))]
     wires = {unit.name: unit.wire_bytes(degree) for unit in staged.state.units}
     at_once = {unit.name for unit in staged.state.units if unit.reduced_at_once(degree)}
-    everywhere = tuple(_outputs(staged, plan))
+    everywhere = tuple(_outputs(staged, mesh.size, shares))
     reads = [_reads_prologue(staged, places, column) for column in range(len(rows))]
     known: dict[object, Sent] = {}
     made = []
@@ -167,20 +173,26 @@ def _buffers(staged: Staged, places: Sequence[int], column: int, degree: int) ->
                 yield "broadcast", nbytes, len(set(places)), 1
 
 
-def _outputs(staged: Staged, plan: Plan) -> Calls:
+def _outputs(staged: Staged, ranks: int, shares: Shares) -> Calls:
     """What makes outputs whole: sums over the world; broadcasts of every data rank's piece to all ranks."""
-    captured, degree = staged.segmented.captured, plan.mesh.degree("dp")
+    captured = staged.segmented.captured
     values = {value.name: value for value in captured.values()}
     for out in outputs(staged):
         if out.partial:
-            yield "all_reduce", values[out.name].nbytes(1), plan.mesh.size, 1
+            yield "all_reduce", values[out.name].nbytes(1), ranks, 1
         elif out.everywhere:
-            for samples in pieces(plan.batch, degree)[: degree if out.dim is not None else 1]:
-                yield "broadcast", values[out.name].nbytes(samples), plan.mesh.size, 1
+            for samples in shares if out.dim is not None else shares[:1]:
+                yield "broadcast", values[out.name].nbytes(samples), ranks, 1
 
 
 def predict_memory(
-    staged: Staged, scheduled: Scheduled, plan: Plan, *, part: int = 0, optimizer_ratio: float = 2.0
+    staged: Staged,
+    scheduled: Scheduled,
+    plan: Plan,
+    shares: Shares | None = None,
+    *,
+    part: int = 0,
+    optimizer_ratio: float = 2.0,
 ) -> tuple[StageMemory, ...]:
     """Peak bytes by state of each stage's rank at place `part` on dp, an entry a stage; part 0 has the most.
 
@@ -189,14 +201,16 @@ def predict_memory(
     parameters of a segment that are gathered, with those of the next one, whole gradients on their way to become parts,
     and the activations that a backward recomputes.
     """
+    samples = (shares or pieces(plan.batch, plan.mesh.degree("dp")))[part]
     columns = [
-        _rank_memory(staged, scheduled, plan, column, part, optimizer_ratio) for column in range(len(scheduled.table))
+        _rank_memory(staged, scheduled, plan, column, part, samples, optimizer_ratio)
+        for column in range(len(scheduled.table))
     ]
     return tuple(columns[column] for column in scheduled.schedule.place)
 
 
 def _rank_memory(
-    staged: Staged, scheduled: Scheduled, plan: Plan, column: int, part: int, optimizer_ratio: float
+    staged: Staged, scheduled: Scheduled, plan: Plan, column: int, part: int, samples: int, optimizer_ratio: float
 ) -> StageMemory:
     degree, places = plan.mesh.degree("dp"), scheduled.schedule.place
     units = _held(staged, column)
@@ -208,7 +222,7 @@ def _rank_memory(
     updated = sum(held(unit, unit.held_in_parts(degree)) for unit in trained)
     stages = [stage for stage, place in enumerate(places) if place == column]
     segments = [segment for stage in stages for segment in staged.stages[stage]]
-    sizes = pieces(pieces(plan.batch, degree)[part], plan.microbatches)
+    sizes = pieces(samples, plan.microbatches)
     again = [sum(value.nbytes(max(sizes)) for value in recomputed(body)) for body in staged.segmented.bodies]
     return StageMemory(
         parameters=sum(held(unit, unit.gathered(degree)) for unit in units),

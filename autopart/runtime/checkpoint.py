@@ -22,7 +22,7 @@ import torch
 
 from autopart.runtime.parts import Slot, agreed, gathered
 from autopart.runtime.transport import Transport
-from autopart.runtime.weights import Files, Stored
+from autopart.runtime.weights import Files, Stored, as_written
 
 INDEX, REST, MODEL = "checkpoint.json", "rest.pt", "model/"
 SCHEMA, VERSION = "autopart.checkpoint", 1
@@ -113,7 +113,7 @@ def _write_parts(path: Path, parts: Iterable[tuple[str, Slot]]) -> dict[str, Sto
         pieces: Sequence[tuple[str, int, int]] = ()
         if slot.stop > slot.start:
             pieces = ((path.name, slot.start, slot.stop),)
-            tensors[name] = _alone(slot.tensor)
+            tensors[name] = as_written(_alone(slot.tensor))
         found[name] = Stored(slot.shape, dtype, tuple(pieces))
     if tensors:
         save_file(tensors, path)

@@ -144,15 +144,11 @@ def _counted(world: World, sent: Counter[str], part: Callable[[], Any]) -> Any:
 
 def _report(plan: Plan, rank: int, sent: Mapping[str, int], world: World) -> RankReport:
     stage = next(i for i, s in enumerate(plan.stages) if rank in s.ranks)
-    memory = plan.prediction.memory[stage]
     return RankReport(
         rank=rank,
         stage=stage,
         bytes_sent=dict(sent),
-        predicted_bytes=plan.prediction.sent_by(rank) if plan.prediction.sent else {},
         peak_memory=world.memory.peak,
         peak_activations=world.memory.activations,
-        predicted_memory=memory.total - memory.optimizer,
-        predicted_activations=memory.activations,
         log=tuple(world.log.entries),
     )

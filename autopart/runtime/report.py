@@ -1,10 +1,11 @@
-"""What `model.report()` returns: the last step's measurements beside the plan's predictions."""
+"""What `model.report()` returns: the last step's measurements beside what was predicted of that step."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
+from autopart.ir.plan import Plan
 from autopart.ir.plan_text import format_bytes
 
 
@@ -14,18 +15,18 @@ class RankReport:
 
     `peak_memory` is the largest total of parameters, gradients, live activations and transient buffers seen at the
     end of an action (the optimizer's states are not autopart's to count; `predicted_memory` leaves them out too).
-    `log` has (action, start, end) in seconds.
+    `log` has (action, start, end) in seconds. The predictions are those that `Report.beside` filled in.
     """
 
     rank: int
     stage: int
     bytes_sent: dict[str, int]
-    predicted_bytes: dict[str, int]
     peak_memory: int
     peak_activations: int
-    predicted_memory: int
-    predicted_activations: int
     log: tuple[tuple[str, float, float], ...]
+    predicted_bytes: dict[str, int] = field(default_factory=dict)
+    predicted_memory: int = 0
+    predicted_activations: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,21 @@ class Report:
             )
         )
 
+    def beside(self, plan: Plan) -> Report:
+        """With what a plan predicts of the step that was measured."""
+        made = []
+        for rank in self.ranks:
+            memory = plan.prediction.memory[rank.stage]
+            made.append(
+                replace(
+                    rank,
+                    predicted_bytes=plan.prediction.sent_by(rank.rank),
+                    predicted_memory=memory.total - memory.optimizer,
+                    predicted_activations=memory.activations,
+                )
+            )
+        return Report(tuple(made))
+
     @property
     def bytes_sent(self) -> dict[str, int]:
         """Bytes that the first rank here sent in its last step, by kind."""
@@ -50,7 +66,7 @@ class Report:
 
     @property
     def predicted_bytes(self) -> dict[str, int]:
-        """What the plan predicted of `bytes_sent`."""
+        """What was predicted of `bytes_sent`."""
         return self.ranks[0].predicted_bytes
 
     @property
@@ -60,7 +76,7 @@ class Report:
 
     @property
     def predicted_memory(self) -> int:
-        """What the plan predicted of `peak_memory`."""
+        """What was predicted of `peak_memory`."""
         return self.ranks[0].predicted_memory
 
     @property

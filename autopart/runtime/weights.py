@@ -15,6 +15,7 @@ from autopart.runtime.parts import Slot
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+_PAIRS = (torch.complex128, torch.complex32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,20 @@ class Stored:
     shape: tuple[int, ...]
     dtype: str
     pieces: tuple[tuple[str, int, int], ...]
+
+
+def as_written(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor as safetensors can hold it: complex numbers that it has no name for as pairs of real ones."""
+    return torch.view_as_real(tensor) if tensor.dtype in _PAIRS else tensor
+
+
+def _as_read(tensor: torch.Tensor, dtype: str) -> torch.Tensor:
+    """What was written of a tensor of a dtype, by torch's name for it."""
+    return torch.view_as_complex(tensor) if dtype in map(_name, _PAIRS) else tensor
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 class Files:
@@ -92,10 +107,10 @@ class Files:
             read += last - first
             handle = self._handle(file)
             if not found.shape:
-                slot.tensor.copy_(handle.get_tensor(name))
+                slot.tensor.copy_(_as_read(handle.get_tensor(name), found.dtype))
             else:
                 rows = handle.get_slice(name)[first - start : last - start]
-                slot.tensor[first - slot.start : last - slot.start].copy_(rows)
+                slot.tensor[first - slot.start : last - slot.start].copy_(_as_read(rows, found.dtype))
         if read != slot.stop - slot.start:
             raise ValueError(f"{self.folder}: only {read} of the rows {slot.start} to {slot.stop} of {name} are there")
 
