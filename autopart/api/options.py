@@ -9,7 +9,7 @@ from typing import Any
 
 from autopart.cluster import Cluster
 from autopart.ir.mesh import Mesh
-from autopart.ir.placement import PRESETS, Placement
+from autopart.ir.placement import Placement, executable
 from autopart.ir.plan import INPUTS, Plan
 from autopart.ir.program import Program
 from autopart.schedules import names
@@ -71,7 +71,7 @@ class Options:
         if self.mesh is not None and self.devices is not None and self.axes().size != self.devices:
             raise ValueError(f"mesh: {self.axes()} is {self.axes().size} devices, but devices={self.devices}")
         if isinstance(self.placement, str):
-            one_of("placement", self.placement, PRESETS)
+            executable(Placement.preset(self.placement))
         if self.schedule is not None:
             one_of("schedule", self.schedule, tuple(family.name for family in names()))
         if isinstance(self.stages, str | bool):
