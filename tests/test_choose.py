@@ -22,7 +22,7 @@ from tests.oracle import best_split, stage_bytes
 
 B = batch_symbol()
 MIB = 2**20
-CLUSTER = Cluster(8, 1000 * MIB, 1e9, 1e9, 1e8, 1e-6)
+CLUSTER = Cluster.uniform(8, 1000 * MIB, 1e9, 1e9, 1e8, 1e-6)
 
 
 def layer(
