@@ -222,7 +222,8 @@ class Cluster:
         lines = [
             f"{group.nodes} x {group.per_node} {group.device.name}: {group.device.flops:.4g} FLOP/s, "
             f"{group.device.memory / 1e9:.4g} GB at {group.device.bandwidth:.4g} B/s, "
-            f"{group.inside.bandwidth:.4g} B/s in a node, {group.between.bandwidth:.4g} B/s between nodes"
+            f"{group.inside.bandwidth:.4g} B/s in a node"
+            + (f", {group.between.bandwidth:.4g} B/s between nodes" if group.nodes > 1 else "")
             for group in self.groups
         ]
         lines += [f"groups {j.first} and {j.second}: {j.link.bandwidth:.4g} B/s" for j in self.joints]
