@@ -103,6 +103,10 @@ class Joint:
 class Cluster:
     """Groups of devices, which may differ from each other, and a joint between every two groups.
 
+    ``Cluster.preset("h100-80", nodes=8, per_node=8)`` is one group; ``Cluster.preset("a100-40", per_node=8).joined(
+    Cluster.preset("t4", per_node=4), Link(1.25e9))`` are two, over 10 Gb/s; `Cluster.load` reads what
+    `autopart profile` measured.
+
     Devices are numbered from 0, group by group and node by node. Groups of one node each give every pair of nodes a
     link of its own. The planner of today counts every device as the weakest one and every link as the slowest: those
     are `memory`, `flops`, `bandwidth`, `link_bandwidth` and `link_latency`.

@@ -155,6 +155,17 @@ def test_traffic_between_hosts() -> None:
     assert same(symbolic.resident, 2 * m / g), "parameters and gradients"
 
 
+def test_costs_as_text() -> None:
+    assert str(costs("fsdp", 1000, 4, largest_unit=100)).splitlines() == [
+        "resident 4,000 (parameters 500, optimizer 3,000, gradients 500)",
+        "peak     4,400 (with parameters 200, gradients 200)",
+        "host     0",
+        "traffic  4,500 (all_gather 3,000, reduce_scatter 1,500)",
+    ]
+    psi = sympy.Symbol("Psi", positive=True)
+    assert "resident 2*Psi" in str(costs("offload", psi, 1)) and "to_host 2*Psi" in str(costs("offload", psi, 1))
+
+
 def test_offload() -> None:
     """ZeRO-Offload (arXiv 2101.06840), section 3: 16M bytes of states, 2M stay, 4M a step go between GPU and CPU."""
     found = costs("offload", 10e9, 1)
@@ -243,7 +254,9 @@ def test_activations_on_the_host_are_a_devices_own() -> None:
     assert (found.resident, found.host, found.peak, found.by_axis["host"]) == (0, 100, 8, 400)
 
 
-@pytest.mark.parametrize("preset", DATA)
+@pytest.mark.parametrize(
+    "preset", ["zero1", "fsdp", *(pytest.param(p, marks=pytest.mark.soak) for p in ("ddp", "zero2"))]
+)
 def test_programs_hold_and_send_what_the_closed_forms_say(preset: str) -> None:
     """A real graph whose sizes the ranks share evenly, in float32: states and collectives, to the byte.
 

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from fractions import Fraction
 from math import prod
 
 from autopart.ir.amount import Amount, check_amount, check_within
@@ -127,6 +128,20 @@ class Costs:
         """Bytes sent per step and device, by axis, `HOST` among them."""
         return self._sums("axis")
 
+    def __str__(self) -> str:
+        """A line a total, with its parts."""
+        totals: tuple[tuple[str, Amount, Mapping[str, Amount]], ...] = (
+            ("resident", self.resident, self.by_state),
+            ("peak", self.peak, self.buffers),
+            ("host", self.host, self.on_host),
+            ("traffic", self.traffic, self.by_collective),
+        )
+        lines = []
+        for name, total, parts in totals:
+            told = ", ".join(f"{part} {_told(amount)}" for part, amount in parts.items() if amount != 0)
+            lines.append(f"{name:<9}{_told(total)}" + (f" ({'with ' if name == 'peak' else ''}{told})" if told else ""))
+        return "\n".join(lines)
+
     def _sums(self, field: str) -> Mapping[str, Amount]:
         sums: dict[str, Amount] = {}
         for exchange in self.exchanges:
@@ -207,6 +222,10 @@ def costs(
             *_activations(axes, held["activations"], microbatches),
         ),
     )
+
+
+def _told(amount: Amount) -> str:
+    return f"{float(amount):,.0f}" if isinstance(amount, int | float | Fraction) else str(amount)
 
 
 def _mode(modes: Modes, state: str) -> Mode:
