@@ -134,14 +134,19 @@ def test_gradients_that_are_counted_twice() -> None:
 
 def test_parameters_that_a_use_does_not_find() -> None:
     """Tensor parallelism of a graph whose operators take whole parameters, forward and backward."""
-    rules = (("layers.0.*", Placement.ddp().over(Placement.tp())), ("*", Placement.ddp()))
+    rules = (("layers.1.*", Placement.ddp().over(Placement.tp())), ("*", Placement.ddp()))
     found = conditions(rules, normalised("mlp")[2])
     assert found.gradient_integrity and not found.state_consistency
-    assert {(item.parameter, item.axis) for item in found.breaks} == {
-        ("layers.0.0.weight", "tp"),
-        ("layers.0.0.bias", "tp"),
-    }
-    assert all("it is read whole" in item.reason and "layers.0" in item.use for item in found.breaks)
+    assert all("it is read whole" in item.reason and "layers.1" in item.use for item in found.breaks)
+    reads = [(item.parameter, item.axis) for item in found.breaks]
+    assert sorted(reads) == [("layers.1.0.bias", "tp"), *[("layers.1.0.weight", "tp")] * 2], "by its backward, too"
+
+
+def test_parts_of_parameters_on_data_ranks() -> None:
+    """What is used in parts has no gradient to sum; on ranks with samples of their own, each has one to sum."""
+    parts = Placement((("dp", Modes(Mode.SHARDED, Mode.SHARDED, Mode.SHARDED)),))
+    found = conditions(parts, normalised("mlp")[2])
+    assert not found.gradient_integrity and not found.state_consistency
 
 
 def test_two_placements_of_one_tensor() -> None:
