@@ -1,4 +1,4 @@
-"""The command line: `autopart demo | plan | inspect | verify | simulate | run`, covers of what the library does.
+"""The command line: `autopart demo | plan | inspect | verify | simulate | profile | run`, covers of the library.
 
 Exit status: 0; 1 where something fails or is refused; 2 where the request itself is wrong.
 """
@@ -130,9 +130,13 @@ def plan(
     schedule: Schedule = None,
     microbatches: Microbatches = None,
     memory: Memory = None,
+    cluster: Annotated[Path | None, typer.Option(help="the devices: a file of `profile`, or of Cluster.save")] = None,
     save: Annotated[Path | None, typer.Option(help="also write the plan to this file")] = None,
 ) -> None:
     """Print the plan for a model: stages, placements, schedule, predicted bytes and memory."""
+    from autopart.cluster import Cluster
+
+    machines = None if cluster is None else Cluster.load(cluster)
     model, args, kwargs = load_target(target)
     made = make_plan(
         model,
@@ -145,6 +149,7 @@ def plan(
         schedule=schedule,
         microbatches=microbatches,
         memory=memory,
+        cluster=machines,
     )
     typer.echo(made.summary())
     if save is not None:
@@ -220,6 +225,32 @@ def simulate(
         if file is not None:
             file.write_text(text)
     typer.echo(str(timeline))
+
+
+@app.command()
+def profile(
+    processes: Annotated[int, typer.Option(min=2, help="how many ranks share the machine's cores")] = 2,
+    seconds: Annotated[float, typer.Option(help="about how long to measure")] = 4.0,
+    out: Annotated[Path, typer.Option(help="the file to write, for `plan --cluster` and Cluster.load")] = Path(
+        "profile.json"
+    ),
+) -> None:
+    """Measure this machine's processor: matrix products, memory, and collectives over gloo between its ranks."""
+    from rich.progress import Progress
+
+    from autopart import profiling
+
+    if not out.resolve().parent.is_dir():
+        raise ValueError(f"out: there is no folder {out.resolve().parent}")
+    try:
+        with Progress(transient=True) as progress:
+            bar = progress.add_task(f"measuring on {processes} ranks", total=len(profiling.PHASES))
+            made = profiling.profile(processes, seconds, lambda done: progress.update(bar, completed=done))
+    except KeyboardInterrupt:
+        typer.echo("autopart: interrupted; nothing is written", err=True)
+        raise typer.Exit(130) from None
+    made.save(out)
+    typer.echo(f"{made}\nlatency {made.link_latency:.2g} s a message; written to {out}")
 
 
 @app.command(

@@ -291,6 +291,7 @@ BAD = {
     "mesh": (dict(mesh={"pp": 2, "dp": 2}, devices=3), ValueError, "mesh.*4.*3"),
     "axis": (dict(mesh={"xx": 2}), ValueError, "xx"),
     "placement": (dict(placement="zero9"), ValueError, "zero9.*fsdp"),
+    "placement to come": (dict(placement="hsdp"), ValueError, "hsdp is not planned yet.*Placement.costs"),
     "schedule": (dict(schedule="1f2b"), ValueError, "1f2b.*gpipe"),
     "microbatches": (dict(microbatches=0), ValueError, "microbatches"),
     "capture": (dict(capture="magic"), ValueError, "capture.*direct"),

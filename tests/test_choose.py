@@ -15,14 +15,14 @@ from hypothesis import strategies as st
 from autopart.cluster import Cluster, parse_bytes
 from autopart.errors import PlanInfeasible
 from autopart.ir.cost import SegmentCost, Tied, batch_symbol
-from autopart.ir.placement import PRESETS, Mode, Modes, Placement
+from autopart.ir.placement import PRESETS, Modes, Placement
 from autopart.ir.plan import Plan
 from autopart.solver import choose
 from tests.oracle import best_split, stage_bytes
 
 B = batch_symbol()
 MIB = 2**20
-CLUSTER = Cluster(8, 1000 * MIB, 1e9, 1e9, 1e8, 1e-6)
+CLUSTER = Cluster.uniform(8, 1000 * MIB, 1e9, 1e9, 1e8, 1e-6)
 
 
 def layer(
@@ -192,8 +192,9 @@ BAD = [
     ({"placement": "zero9"}, ValueError, "placement: unknown preset 'zero9'"),
     ({"placement": 3}, TypeError, "placement: expected one of ddp"),
     ({"placement": {"h.*": {"tp": 1}}}, TypeError, "placement: expected one of ddp"),
-    ({"placement": Placement((("dp", Modes(Mode.SHARDED)),))}, ValueError, "placement: .* is not planned yet"),
-    ({"placement": Placement((("tp", Modes()),))}, ValueError, "placement: modes on tp are not planned yet"),
+    ({"placement": Placement.offload()}, ValueError, "placement: offload is not planned yet"),
+    ({"placement": Placement((("tp", Modes()),))}, ValueError, "placement: tp:R/R/R/M is not planned yet"),
+    ({"placement": "tp"}, ValueError, "placement: tp is not planned yet: .* known from Placement.costs"),
     ({"schedule": "zbv"}, ValueError, "schedule: 'zbv' is not known; one of gpipe, 1f1b, .*or a CSV of actions"),
     ({"memory": "lots"}, ValueError, "memory: cannot read 'lots'"),
     ({"recompute": "h.3"}, TypeError, "recompute: expected True, False or a list of module names, not 'h.3'"),

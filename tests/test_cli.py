@@ -70,7 +70,7 @@ def test_errors_are_one_line(capsys: pytest.CaptureFixture[str], monkeypatch: py
 
 def test_help_names_every_command() -> None:
     printed = invoke("--help")
-    assert all(name in printed for name in ("demo", "plan", "inspect", "verify", "simulate", "run"))
+    assert all(name in printed for name in ("demo", "plan", "inspect", "verify", "simulate", "profile", "run"))
 
 
 def test_plan_prints_and_saves(tmp_path: Path) -> None:

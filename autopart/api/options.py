@@ -10,7 +10,7 @@ from typing import Any
 from autopart.cluster import Cluster
 from autopart.ir.action import Schedule
 from autopart.ir.mesh import Mesh
-from autopart.ir.placement import PRESETS, Placement
+from autopart.ir.placement import Placement, executable
 from autopart.ir.plan import INPUTS, Plan
 from autopart.ir.program import Program
 from autopart.schedules import spell
@@ -72,7 +72,7 @@ class Options:
         if self.mesh is not None and self.devices is not None and self.axes().size != self.devices:
             raise ValueError(f"mesh: {self.axes()} is {self.axes().size} devices, but devices={self.devices}")
         if isinstance(self.placement, str):
-            one_of("placement", self.placement, PRESETS)
+            executable(Placement.preset(self.placement))
         if self.schedule is not None:
             spell(self.schedule)  # refuses what is neither a name nor a table
         if isinstance(self.stages, str | bool):

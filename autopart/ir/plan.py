@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from pathlib import Path
 
 from autopart.ir import plan_text
-from autopart.ir.codec import decode, encode
+from autopart.ir.document import Document
 from autopart.ir.mesh import Mesh
 from autopart.ir.placement import Placement
 
-SCHEMA = "autopart.plan"
 VERSION = 1
 
 INPUTS = ("global", "local")
@@ -146,33 +143,25 @@ class Plan:
 
     def to_json(self) -> str:
         """The plan as JSON text."""
-        data = {"schema": SCHEMA, "version": VERSION, "plan": encode(self)}
-        return json.dumps(data, indent=1, allow_nan=False) + "\n"
+        return _document().to_json(self)
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
         """The plan that `to_json` wrote; ValueError says what differs if the text is something else."""
-        data = json.loads(text, parse_constant=_no_constant)
-        if not isinstance(data, dict) or data.get("schema") != SCHEMA:
-            raise ValueError(f"not a plan: expected an object with schema {SCHEMA!r}")
-        if data.get("version") != VERSION or isinstance(data["version"], bool):
-            raise ValueError(f"plan: cannot read schema version {data.get('version')!r}; this autopart reads {VERSION}")
-        if extra := sorted(set(data) - {"schema", "version", "plan"}):
-            raise ValueError(f"plan: unknown field {', '.join(extra)}")
-        plan: Plan = decode(cls, data.get("plan"), "plan")
-        return plan
+        return _document().from_json(text)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan to a JSON file."""
-        Path(path).write_text(self.to_json(), encoding="utf-8")
+        _document().save(self, path)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:
         """Read a plan from a JSON file; ValueError names the file and what is wrong with it."""
-        try:
-            return cls.from_json(Path(path).read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise ValueError(f"{path}: {error}") from None
+        return _document().load(path)
+
+
+def _document() -> Document[Plan]:
+    return Document(Plan, "plan", VERSION)
 
 
 def first_match(placements: tuple[tuple[str, Placement], ...], name: str) -> Placement:
@@ -188,7 +177,3 @@ def first_match(placements: tuple[tuple[str, Placement], ...], name: str) -> Pla
 def stage_ranks(mesh: Mesh, column: int) -> tuple[int, ...]:
     """The ranks of a mesh that hold the stages of pp rank `column`."""
     return tuple(rank for rank in range(mesh.size) if mesh.coordinate(rank).get("pp", 0) == column)
-
-
-def _no_constant(name: str) -> float:
-    raise ValueError(f"plan: {name} is not a number that a plan can hold")

@@ -14,7 +14,7 @@ from autopart.ir import plan_text
 from autopart.ir.action import Schedule
 from autopart.ir.cost import SegmentCost
 from autopart.ir.mesh import Mesh
-from autopart.ir.placement import PRESETS, Placement
+from autopart.ir.placement import PRESETS, Placement, executable
 from autopart.schedules.spell import is_table
 
 Rules = tuple[tuple[str, Placement], ...]
@@ -245,14 +245,10 @@ def _placements(pin: str | Placement | Mapping[str, str | Placement] | None) -> 
 
 def _placement(value: object) -> Placement:
     if isinstance(value, str):
-        return Placement.preset(value)
+        value = Placement.preset(value)
     if not isinstance(value, Placement):
         raise TypeError(f"placement: expected one of {', '.join(PRESETS)} or a Placement, not {value!r}")
-    if value.on("dp") not in [Placement.preset(name).on("dp") for name in PRESETS]:
-        raise ValueError(f"placement: {value} is not planned yet; on dp use the modes of {', '.join(PRESETS)}")
-    if others := [axis for axis, _ in value.axes if axis != "dp"]:
-        raise ValueError(f"placement: modes on {', '.join(others)} are not planned yet; use dp")
-    return value
+    return executable(value)
 
 
 def _check_counts(request: Request) -> None:
