@@ -94,6 +94,18 @@ def test_a_sent_tensor_may_be_reused() -> None:
     assert run_ranks(2, body)[1] == [1.0, 2.0]
 
 
+def test_receives_come_in_the_order_in_which_they_were_begun() -> None:
+    def body(transport: Transport) -> list[float]:
+        if transport.rank == 0:
+            for value in (1.0, 2.0):
+                transport.send(torch.full((1,), value), 1)
+            return []
+        first, second = (transport.begin_recv((1,), torch.float32, 0) for _ in range(2))
+        return [second.wait().item(), first.wait().item()]
+
+    assert run_ranks(2, body)[1] == [2.0, 1.0]
+
+
 def test_ranks_do_not_share_what_a_collective_returns() -> None:
     def body(transport: Transport) -> torch.Tensor:
         gathered = transport.all_gather(torch.ones(1), (0, 1))

@@ -11,7 +11,7 @@ import contextlib
 import contextvars
 import pickle
 import threading
-from collections import defaultdict, deque
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -90,6 +90,8 @@ class LocalTransport:
         self._world = world
         self._traffic = Traffic()
         self._thread = threading.get_ident()
+        self._sent: Counter[int] = Counter()  # messages to each peer, and those asked for of each
+        self._asked: Counter[int] = Counter()
 
     def prepare(self, groups: Sequence[tuple[int, ...]]) -> None:
         """Check that all ranks ask for the same groups; nothing else is needed here."""
@@ -99,24 +101,32 @@ class LocalTransport:
         """Hand a copy of the tensor to `peer`."""
         check_peer(peer, self.rank, self.size)
         self._world.check()
-        self._world.boxes[self.rank, peer].append(tensor.detach().clone(memory_format=torch.contiguous_format))
+        copy = tensor.detach().clone(memory_format=torch.contiguous_format)
+        self._world.boxes[self.rank, peer][self._sent[peer]] = copy
+        self._sent[peer] += 1
         self._traffic.send(tensor)
 
     def recv(self, shape: Sequence[int], dtype: torch.dtype, peer: int) -> torch.Tensor:
         """The next tensor from `peer`. Raises RankFailure when it is not of the shape and dtype asked for."""
+        return self.begin_recv(shape, dtype, peer).wait()
+
+    def begin_recv(self, shape: Sequence[int], dtype: torch.dtype, peer: int) -> Pending[torch.Tensor]:
+        """The next tensor from `peer` that no earlier receive asked for."""
         check_peer(peer, self.rank, self.size)
+        number = self._asked[peer]
+        self._asked[peer] += 1
+        return Pending(lambda: self._received(number, shape, dtype, peer))
+
+    def _received(self, number: int, shape: Sequence[int], dtype: torch.dtype, peer: int) -> torch.Tensor:
+        """The tensor that `peer` sent after `number` others."""
         box = self._world.boxes[peer, self.rank]
         wanted = f"{_name(dtype)}{list(shape)}"
-        self._world.wait(self.rank, lambda: bool(box), f"{wanted} from rank {peer}")
-        tensor = box.popleft()
+        self._world.wait(self.rank, lambda: number in box, f"{wanted} from rank {peer}")
+        tensor = box.pop(number)
         if tuple(tensor.shape) != tuple(shape) or tensor.dtype != dtype:
             sent = f"{_name(tensor.dtype)}{list(tensor.shape)}"
             raise RankFailure(f"rank {self.rank} receives {wanted} from rank {peer}, which sent {sent}")
         return tensor
-
-    def begin_recv(self, shape: Sequence[int], dtype: torch.dtype, peer: int) -> Pending[torch.Tensor]:
-        """The next tensor from `peer`, taken when it is waited for."""
-        return Pending(lambda: self.recv(shape, dtype, peer))
 
     # A collective is done when it is begun: the ranks meet there, and no other runs meanwhile.
 
@@ -239,7 +249,7 @@ class _World:
     def __init__(self, size: int, device: torch.device) -> None:
         self.size = size
         self.device = device
-        self.boxes: defaultdict[tuple[int, int], deque[torch.Tensor]] = defaultdict(deque)
+        self.boxes: defaultdict[tuple[int, int], dict[int, torch.Tensor]] = defaultdict(dict)  # by number
         self.meetings: dict[tuple[int, ...], _Meeting] = {}
         self.over = threading.Event()
         self._turns = [threading.Semaphore(int(rank == 0)) for rank in range(size)]

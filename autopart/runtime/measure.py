@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from autopart.runtime.states import States
+from autopart.runtime.transport import Arriving
 
 
 class Log:
@@ -28,6 +29,10 @@ class Store(dict[Any, Any]):
         """The storages of every tensor inside."""
         for value in self.values():
             yield from _storages(value)
+
+    def awaited(self) -> int:
+        """The bytes of those that are still on their way here."""
+        return sum(v.nbytes for v in self.values() if isinstance(v, Arriving) and not v.arrived)
 
 
 class Memory:
@@ -69,7 +74,7 @@ class Memory:
             for storage in store.storages():
                 if storage.data_ptr() not in self._elsewhere:
                     seen[storage.data_ptr()] = storage.nbytes()
-        alive = sum(seen.values())
+        alive = sum(seen.values()) + sum(store.awaited() for store in self.stores)
         resident = self.states.resident_bytes()
         resident["gradients"] += reducing
         self.activations = max(self.activations, alive)
@@ -81,6 +86,6 @@ class Memory:
 def _storages(value: Any) -> Iterator[torch.UntypedStorage]:
     if isinstance(value, torch.Tensor):
         yield value.untyped_storage()
-    elif isinstance(value, tuple | list):
+    elif isinstance(value, tuple | list) or (isinstance(value, Arriving) and value.arrived):
         for item in value:
             yield from _storages(item)

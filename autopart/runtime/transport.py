@@ -7,7 +7,7 @@ process). Nothing above this interface knows which one it runs on.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar, overload
 
 import torch
 
@@ -31,6 +31,36 @@ class Pending(Generic[T]):
             self._result = self._finish()
             self._finish = None
         return self._result
+
+
+class Arriving(Sequence[torch.Tensor]):
+    """Tensors on their way here, for which there is room already; whoever reads one waits until all are there."""
+
+    def __init__(self, pending: Sequence[Pending[torch.Tensor]], nbytes: int) -> None:
+        self._pending, self.nbytes = pending, nbytes
+        self._tensors: tuple[torch.Tensor, ...] | None = None
+
+    def wait(self) -> tuple[torch.Tensor, ...]:
+        """The tensors, once they are there."""
+        if self._tensors is None:
+            self._tensors = tuple(each.wait() for each in self._pending)
+            self._pending = ()
+        return self._tensors
+
+    @property
+    def arrived(self) -> bool:
+        """Whether they have been waited for."""
+        return self._tensors is not None
+
+    def __len__(self) -> int:
+        return len(self.wait())
+
+    @overload
+    def __getitem__(self, index: int) -> torch.Tensor: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[torch.Tensor, ...]: ...
+    def __getitem__(self, index: int | slice) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        return self.wait()[index]
 
 
 class Transport(Protocol):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,13 +12,14 @@ from dataclasses import dataclass
 import torch
 
 from autopart.errors import AutopartError, RankFailure
+from autopart.ir.action import Kind
 from autopart.ir.mesh import Mesh
 from autopart.runtime.batch import Batch
 from autopart.runtime.buffers import Buffers
 from autopart.runtime.flat import flat, unflat
 from autopart.runtime.measure import Log, Memory, Store
 from autopart.runtime.states import States
-from autopart.runtime.transport import Pending, Transport
+from autopart.runtime.transport import Arriving, Pending, Transport
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +63,7 @@ class World:
         self.log = Log()
         self.here = mesh.coordinate(transport.rank)
         self._gathering: dict[str, Pending[torch.Tensor]] = {}
+        self._arriving: dict[tuple[int, int, bool], list[Arriving]] = {}  # by stage, microbatch, whether activations
         self._begun: deque[_Begun] = deque()
 
     # What outlives an action
@@ -71,7 +74,9 @@ class World:
 
     @contextlib.contextmanager
     def action(self, kind: str, *, stage: int, microbatch: int) -> Iterator[None]:
-        """A compute action: logged with its times, named in whatever goes wrong inside."""
+        """A compute action, once what it receives is there: logged with its times, named in whatever goes wrong."""
+        for arriving in self._arriving.pop((stage, microbatch, kind == Kind.F), ()):
+            arriving.wait()
         start = time.perf_counter()
         try:
             yield
@@ -210,9 +215,12 @@ class World:
 
     def recv(
         self, like: Sequence[tuple[tuple[int, ...], torch.dtype]], *, stage: int, source: int, microbatch: int
-    ) -> tuple[torch.Tensor, ...]:
-        """An edge's values from the rank of stage `source`."""
-        return tuple(self.transport.recv(shape, dtype, self._rank_of(source)) for shape, dtype in like)
+    ) -> Sequence[torch.Tensor]:
+        """Begin to receive an edge's values from the rank of stage `source`; the action that needs them waits."""
+        begun = [self.transport.begin_recv(shape, dtype, self._rank_of(source)) for shape, dtype in like]
+        arriving = Arriving(begun, sum(math.prod(shape) * dtype.itemsize for shape, dtype in like))
+        self._arriving.setdefault((stage, microbatch, source < stage), []).append(arriving)
+        return arriving
 
     # Outputs
 
