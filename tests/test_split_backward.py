@@ -340,7 +340,7 @@ ROWS: list[Row] = [
 ]
 
 
-OFTEN_TRAINED = (1, 2, 5, 7, 9, 11, 12)
+OFTEN_TRAINED = (2, 5, 8, 9, 11, 12)
 
 
 def pinned(row: Row, **more: Any) -> Program:
@@ -372,7 +372,7 @@ def grads(made: Program, model: nn.Module, args: tuple[Any, ...]) -> dict[str, t
     return dict(parallel.full_grads())
 
 
-@pytest.mark.parametrize("row", [ROWS[i] for i in (2, 7, 9, 11, 12)], ids=str)
+@pytest.mark.parametrize("row", [ROWS[i] for i in (2, 7, 11)], ids=str)
 def test_gradients_are_bit_for_bit_those_of_whole_backwards(row: Row) -> None:
     """Microbatches are added up in the same order by 1f1b."""
     model, args = MODELS[row[0]]()
