@@ -194,8 +194,8 @@ def parallelize(
     distributed sampler gives them, and ranks of the same data rank the same: the loss is that of all of them, in
     data-rank order. `schedule` is a name, with options such as ``"interleaved(chunks=3)"``, a Schedule, or a CSV of
     actions, a line a pipeline rank; it says how many of the `stages` a rank holds. `memory` is the limit per device,
-    such as ``"16GiB"``. `recompute` says what the backward computes again instead of keeping it: modules by name, or True for
-    all; by default everything if nothing fits otherwise, False for never. What the model puts into
+    such as ``"16GiB"``. `recompute` says what the backward computes again instead of keeping it: modules by name, or
+    True for all; by default everything if nothing fits otherwise, False for never. What the model puts into
     ``torch.utils.checkpoint`` is recomputed in any case. `semantics` is "exact" (the whole batch on one device; what
     couples its samples is refused) or "accumulate" (a BatchNorm, say, sees a microbatch of one data rank, as in
     gradient accumulation). ``outputs="all"`` gives every rank the outputs beside the loss, whole (with inputs "local"
