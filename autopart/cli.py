@@ -15,7 +15,6 @@ import typer
 
 from autopart import demo as demonstration
 from autopart.errors import AutopartError
-from autopart.schedules import Timeline
 
 app = typer.Typer(help=__doc__, no_args_is_help=True, add_completion=False, pretty_exceptions_show_locals=False)
 
@@ -204,8 +203,10 @@ def simulate(
     path: Annotated[Path, typer.Argument(help="a plan's file, or the folder of a written program")],
     device: Annotated[str | None, typer.Option(help="time a program on these devices, such as h100-80")] = None,
     nodes: Annotated[int, typer.Option(min=1, help="how many machines of these devices")] = 1,
+    svg: Annotated[Path | None, typer.Option(help="also draw it: an SVG picture, time to the right")] = None,
+    trace: Annotated[Path | None, typer.Option(help="also write it as JSON for Perfetto or chrome://tracing")] = None,
 ) -> None:
-    """Print the predicted timeline of a step: its length, the bubble, what each rank does when."""
+    """Print the predicted timeline of a step, in seconds: its length, the bubble, what each rank does when."""
     import autopart
 
     if not path.exists():
@@ -214,23 +215,11 @@ def simulate(
     plan = subject.plan if isinstance(subject, autopart.Program) else subject
     devices = -(-plan.mesh.size // nodes)
     cluster = None if device is None else autopart.Cluster.preset(device, nodes=nodes, per_node=devices)
-    typer.echo(describe(autopart.simulate(subject, cluster)))
-
-
-def describe(timeline: Timeline) -> str:
-    """A timeline as text: its length and bubble, and a line a pipeline rank with its share of work and a bar of it."""
-    width, whole = 60, timeline.makespan
-    lines = [f"step     {whole:.4g} s", f"bubble   {timeline.flush_bubble / whole if whole else 0:.1%}"]
-    for rank in range(len(timeline.idle)):
-        spans = [span for span in timeline.spans if span.rank == rank]
-        busy = sum(span.end - span.start for span in spans)
-        bar = ["."] * width
-        for span in spans:
-            for place in range(int(span.start / whole * width), max(1, int(span.end / whole * width))):
-                bar[place] = str(span.action.kind)
-        lines.append(f"rank {rank:<3} {busy / whole:6.1%} busy, {timeline.peak_activations[rank]:g} microbatches held")
-        lines.append(f"         {''.join(bar)}")
-    return "\n".join(lines)
+    timeline = autopart.simulate(subject, cluster)
+    for file, text in ((svg, timeline.to_svg()), (trace, timeline.to_chrome())):
+        if file is not None:
+            file.write_text(text)
+    typer.echo(str(timeline))
 
 
 @app.command(

@@ -25,11 +25,13 @@ def defined(function: Function) -> list[str]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_names_are_python_and_unique(name: str) -> None:
+def test_names_are_python_and_unique_and_what_is_saved_is_the_forwards_own(name: str) -> None:
     made = segmented(name)
     assert len({body.name for body in made.bodies}) == len(made.bodies)
     for body in made.bodies:
         assert body.name.isidentifier()
+        assert set(body.saved) <= set(defined(body.forward))
+        assert body.backward is not None or body.saved == ()
         for function in (body.forward, body.backward):
             if function is None:
                 continue
@@ -41,13 +43,6 @@ def test_names_are_python_and_unique(name: str) -> None:
                 assert set(node.refs()) <= read_so_far
                 read_so_far |= set(node.names())
             assert set(function.outputs) <= read_so_far
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_saved_values_are_the_forwards_own(name: str) -> None:
-    for body in segmented(name).bodies:
-        assert set(body.saved) <= set(defined(body.forward))
-        assert body.backward is not None or body.saved == ()
 
 
 def test_locals_are_named_after_the_layer() -> None:

@@ -10,9 +10,9 @@ def test_every_listed_family_builds_and_says_what_it_is():
     assert len({family.name for family in listed}) == len(listed)
     for family in listed:
         assert family.summary and family.source and re.search(r"\b\d?[mp]\b", family.memory)
-        schedule = build(family.name, ranks=3, microbatches=6)
+        schedule = build(family.name, ranks=4, microbatches=24)
         validate(schedule)
-        assert (schedule.name, schedule.ranks, schedule.microbatches) == (family.name, 3, 6)
+        assert (schedule.name, schedule.ranks, schedule.microbatches) == (family.name, 4, 24)
 
 
 def test_the_name_of_a_schedule_builds_it_again():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import shutil
@@ -80,11 +81,9 @@ def test_plan_prints_and_saves(tmp_path: Path) -> None:
     assert (tmp_path / "plan.json").read_text().strip().startswith("{")
 
 
-def test_inspect_prints_the_rank_or_writes_all(tmp_path: Path) -> None:
-    first, second = invoke(*INSPECT), invoke(*INSPECT, "--rank", "1")
-    assert "def step(" in first and "def step(" in second and first != second
-    assert "2 ranks" in invoke(*INSPECT, "--out", str(tmp_path))
-    assert any(tmp_path.rglob("*.py"))
+def test_inspect_prints_the_rank_or_writes_all(written: Path) -> None:
+    assert invoke(*INSPECT, "--rank", "1").strip() == (written / "rank1.py").read_text().strip()
+    assert (written / "rank0.py").read_text() != (written / "rank1.py").read_text()
     with pytest.raises(ValueError, match=r"^rank: 2 is not one of the 2 ranks"):
         invoke(*INSPECT, "--rank", "2")
 
@@ -93,7 +92,7 @@ def test_inspect_prints_the_rank_or_writes_all(tmp_path: Path) -> None:
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A written program."""
     folder = tmp_path_factory.mktemp("program")
-    invoke(*INSPECT, "--out", str(folder))
+    assert "2 ranks" in invoke(*INSPECT, "--out", str(folder))
     return folder
 
 
@@ -117,10 +116,12 @@ def test_verify_a_folder(written: Path, tmp_path: Path, capsys: pytest.CaptureFi
         assert code == 2 and re.fullmatch(r"autopart: .*: not a written program .*\n", told)
 
 
-def test_simulate_a_folder_or_a_plan(written: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_simulate_a_folder_or_a_plan(written: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for path, options in ((written, []), (written / "plan.json", []), (written, ["--device", "h100-80"])):
         printed = invoke("simulate", str(path), *options)
-        assert re.search(r"step .* s\nbubble .*%\nrank 0 .*% busy", printed) and "rank 1" in printed
+        assert re.search(r"makespan .*\nflush bubble .*%\)\nspan .*\nrank 0 .*% busy", printed) and "rank 1" in printed
+    invoke("simulate", str(written), "--svg", str(tmp_path / "a.svg"), "--trace", str(tmp_path / "a.json"))
+    assert (tmp_path / "a.svg").read_text().startswith("<svg") and json.loads((tmp_path / "a.json").read_text())
     assert status(capsys, "simulate", "nowhere.json") == (2, "autopart: path: there is no nowhere.json\n")
     code, told = status(capsys, "simulate", str(written / "actions.json"))
     assert code == 2 and "not a plan" in told and told.count("\n") == 1

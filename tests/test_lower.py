@@ -15,6 +15,11 @@ from tests.schedule_strategies import cases, schedules
 MESSAGES = (Kind.SEND, Kind.RECV)
 
 
+def which(action):
+    """What an action's values belong to."""
+    return action.microbatch, action.slice, action.pipe
+
+
 def test_small_tables():
     lowered = lower(build("1f1b", ranks=2, microbatches=2), chain(2))
     assert str(lowered).splitlines() == [
@@ -34,23 +39,24 @@ def test_stages_of_one_rank_hand_over_without_a_message():
 
 @given(cases())
 def test_rows_are_the_compute_rows_with_exactly_the_messages_of_the_edges(case):
-    place = case.schedule.place
+    places = case.schedule.places
     lowered = lower(case.schedule, case.edges)
     for row, plain in zip(lowered.table, case.schedule.table, strict=True):
         assert tuple(action for action in row if action.kind not in MESSAGES) == plain
     expected = set()
-    for _, action in case.schedule.actions():
+    for action in case.schedule.parts():
         for source, target in case.edges:
             made = Kind.F if source < target else (Kind.B, Kind.I)
+            place = places[action.pipe]
             if source == action.stage and action.kind in made and place[source] != place[target]:
-                expected |= {(source, target, action.microbatch)}
+                expected |= {(source, target, *which(action))}
     messages = [(rank, action) for rank, row in enumerate(lowered.table) for action in row if action.kind in MESSAGES]
-    assert all(place[action.stage] == rank for rank, action in messages)
-    sends = [(a.stage, a.peer, a.microbatch) for _, a in messages if a.kind is Kind.SEND]
-    receives = [(a.peer, a.stage, a.microbatch) for _, a in messages if a.kind is Kind.RECV]
+    assert all(case.schedule.rank(action) == rank for rank, action in messages)
+    sends = [(a.stage, a.peer, *which(a)) for _, a in messages if a.kind is Kind.SEND]
+    receives = [(a.peer, a.stage, *which(a)) for _, a in messages if a.kind is Kind.RECV]
     assert len(sends) == len(receives) == len(expected)
     assert set(sends) == set(receives) == expected
-    check(lowered.table, place)
+    check(lowered.table, places[0], places[1:])
 
 
 @given(cases())
@@ -60,51 +66,50 @@ def test_both_ranks_of_a_pair_agree_on_the_order_of_their_messages(case):
         for action in row:
             if action.kind in MESSAGES:
                 ends = (action.stage, action.peer)[:: 1 if action.kind is Kind.SEND else -1]
-                seen[rank, case.schedule.place[action.peer]].append((*ends, action.microbatch))
+                seen[rank, case.schedule.places[action.pipe][action.peer]].append((*ends, *which(action)))
     for (rank, peer), messages in seen.items():
         assert seen[peer, rank] == messages
 
 
 @given(cases())
 def test_values_arrive_before_they_are_used_and_leave_once_made(case):
-    place = case.schedule.place
     for rank, row in enumerate(lower(case.schedule, case.edges).table):
-        done, last = set(), None
+        done, last = set(), ()
         for action in row:
-            forward = action.peer < action.stage
             if action.kind is Kind.SEND:
-                assert last.stage == action.stage and last.microbatch == action.microbatch
-                assert (last.kind is Kind.F) == (action.peer > action.stage)
+                made = (Kind.F,) if action.peer > action.stage else (Kind.B, Kind.I)
+                assert any(a.kind in made and (a.stage, which(a)) == (action.stage, which(action)) for a in last)
             elif action.kind is Kind.RECV:
-                consumer = (Kind.F,) if forward else (Kind.B, Kind.I)
-                assert not any((kind, action.stage, action.microbatch) in done for kind in consumer)
-                done.add((action.peer, action.stage, action.microbatch))
+                consumer = (Kind.F,) if action.peer < action.stage else (Kind.B, Kind.I)
+                assert not any((kind, action.stage, which(action)) in done for kind in consumer)
+                done.add((action.peer, action.stage, which(action)))
             else:
-                for source, target in case.edges:
-                    wanted = action.kind is Kind.F if source < target else action.kind in (Kind.B, Kind.I)
-                    if target == action.stage and wanted and place[source] != rank:
-                        assert (source, target, action.microbatch) in done
-                done.add((action.kind, action.stage, action.microbatch))
-                last = action
+                last = action.parts
+                for part in last:
+                    for source, target in case.edges:
+                        wanted = part.kind is Kind.F if source < target else part.kind in (Kind.B, Kind.I)
+                        if target == part.stage and wanted and case.schedule.places[part.pipe][source] != rank:
+                            assert (source, target, which(part)) in done
+                    done.add((part.kind, part.stage, which(part)))
 
 
 @given(schedules())
 def test_receives_that_block_cost_no_time(schedule):
     """Rows with blocking receives take as long as the bare schedule, each action at the moment when it could run."""
     lowered = lower(schedule, chain(schedule.stages))
-    unit = (1,) * schedule.stages
+    unit = (schedule.slices,) * schedule.stages
     assert _blocking_makespan(lowered) == simulate(schedule, costs={"F": unit, "I": unit, "W": unit}).makespan
 
 
 def _blocking_makespan(lowered):
-    cost = {Kind.F: 1, Kind.I: 1, Kind.W: 1, Kind.B: 2, Kind.SEND: 0, Kind.RECV: 0}
+    cost = {Kind.F: 1, Kind.I: 1, Kind.W: 1, Kind.B: 2, Kind.PAIR: 3, Kind.SEND: 0, Kind.RECV: 0}
     channels = defaultdict(deque)
     clock, left = [0] * len(lowered.table), [deque(row) for row in lowered.table]
     while any(left):
         moved = False
         for rank, row in enumerate(left):
             while row:
-                key = (row[0].peer, row[0].stage, row[0].microbatch)
+                key = (row[0].peer, row[0].stage, which(row[0]))
                 if row[0].kind is Kind.RECV:
                     if not channels[key]:
                         break
@@ -113,7 +118,7 @@ def _blocking_makespan(lowered):
                 clock[rank] += cost[action.kind]
                 moved = True
                 if action.kind is Kind.SEND:
-                    channels[action.stage, action.peer, action.microbatch].append(clock[rank])
+                    channels[action.stage, action.peer, which(action)].append(clock[rank])
         assert moved
     return max(clock)
 

@@ -19,7 +19,7 @@ def rows(*texts):
     return [[Action.parse(cell) for cell in text.split()] for text in texts]
 
 
-def ends_with_buffers(table, place):
+def ends_with_buffers(table, places):
     """Sends never wait; receives do."""
     flying = defaultdict(int)
     left = [deque(row) for row in table]
@@ -27,7 +27,7 @@ def ends_with_buffers(table, place):
         moved = False
         for rank, row in enumerate(left):
             while row:
-                peer = place[row[0].peer]
+                peer = places[row[0].pipe][row[0].peer]
                 if row[0].kind is Kind.SEND:
                     flying[rank, peer] += 1
                 elif row[0].kind is Kind.RECV:
@@ -41,7 +41,7 @@ def ends_with_buffers(table, place):
     return True
 
 
-def ends_with_streams(table, place):
+def ends_with_streams(table, places):
     """The ranks of a pair queue their transfers; the heads of both queues run when one sends and the other receives."""
     queues = defaultdict(deque)
     left = [deque(row) for row in table]
@@ -53,7 +53,7 @@ def ends_with_streams(table, place):
                 action = row.popleft()
                 moved = True
                 if action.kind in (Kind.SEND, Kind.RECV):
-                    queues[rank, place[action.peer]].append(action.kind)
+                    queues[rank, places[action.pipe][action.peer]].append(action.kind)
                     waiting[rank] = action.kind is Kind.RECV
         for a, b in list(queues):
             if queues[a, b] and queues[b, a] and queues[a, b][0] is Kind.SEND and queues[b, a][0] is Kind.RECV:
@@ -65,7 +65,7 @@ def ends_with_streams(table, place):
     return True
 
 
-def ends_with_rendezvous(table, place):
+def ends_with_rendezvous(table, places):
     """A send and its receive happen together, when both are at the head of their rows."""
     left = [deque(row) for row in table]
     while any(left):
@@ -74,8 +74,8 @@ def ends_with_rendezvous(table, place):
             if not row or row[0].kind is Kind.RECV:
                 continue
             if row[0].kind is Kind.SEND:
-                other = left[place[row[0].peer]]
-                if not (other and other[0].kind is Kind.RECV and place[other[0].peer] == rank):
+                other = left[places[row[0].pipe][row[0].peer]]
+                if not (other and other[0].kind is Kind.RECV and places[other[0].pipe][other[0].peer] == rank):
                     continue
                 other.popleft()
             row.popleft()
@@ -88,7 +88,7 @@ def ends_with_rendezvous(table, place):
 INTERPRETERS = dict(zip(MODELS, (ends_with_buffers, ends_with_streams, ends_with_rendezvous), strict=True))
 
 
-def shuffled(table, place, rng, swaps):
+def shuffled(table, places, rng, swaps):
     """The rows after random swaps of neighbours that leave the order of each channel alone."""
     table = [list(row) for row in table]
     for _ in range(swaps):
@@ -96,22 +96,23 @@ def shuffled(table, place, rng, swaps):
         if len(row) > 1:
             i = rng.randrange(len(row) - 1)
             a, b = row[i], row[i + 1]
-            if not (a.kind is b.kind and a.kind in (Kind.SEND, Kind.RECV) and place[a.peer] == place[b.peer]):
+            messages = a.kind is b.kind and a.kind in (Kind.SEND, Kind.RECV)
+            if not (messages and places[a.pipe][a.peer] == places[b.pipe][b.peer]):
                 row[i], row[i + 1] = b, a
     return table
 
 
 @given(cases(), st.integers(0, 10**9), st.sampled_from([0, 1, 3, 10, 40]))
 def test_verdict_equals_that_of_the_interpreters(case, seed, swaps):
-    place = case.schedule.place
-    table = shuffled(lower(case.schedule, case.edges).table, place, random.Random(seed), swaps)
-    stuck = [model for model, ends in INTERPRETERS.items() if not ends(table, place)]
+    places = case.schedule.places
+    table = shuffled(lower(case.schedule, case.edges).table, places, random.Random(seed), swaps)
+    stuck = [model for model, ends in INTERPRETERS.items() if not ends(table, places)]
     assert not stuck or stuck == list(MODELS[MODELS.index(stuck[0]) :])
     if not stuck:
-        check(table, place)
+        check(table, places[0], places[1:])
         return
     with pytest.raises(VerificationError, match=f"deadlock under the {stuck[0]} model"):
-        check(table, place)
+        check(table, places[0], places[1:])
 
 
 def test_the_interpreters_differ():
@@ -120,8 +121,8 @@ def test_the_interpreters_differ():
     rng = random.Random(0)
     lowered = lower(build("1f1b", ranks=3, microbatches=3), chain(3) | {(0, 2), (2, 0)})
     for _ in range(200):
-        table = shuffled(lowered.table, lowered.schedule.place, rng, 12)
-        stuck = [model for model, ends in INTERPRETERS.items() if not ends(table, lowered.schedule.place)]
+        table = shuffled(lowered.table, lowered.schedule.places, rng, 12)
+        stuck = [model for model, ends in INTERPRETERS.items() if not ends(table, lowered.schedule.places)]
         seen.add(stuck[0] if stuck else "none")
     assert seen == {*MODELS, "none"}
 
@@ -177,6 +178,22 @@ def test_planted_mismatches(table, message):
         check(table, (0, 1, 0))
     assert message in str(caught.value)
     assert "[" in str(caught.value)
+
+
+def test_pipes_have_places_of_their_own():
+    """Stage 0 of pipe 1 is on rank 1."""
+    table = rows("0F0 0SEND0>1 1RECV1p1>0 1F1p1", "1RECV0>0 1F0 0F1p1 0SEND1p1>1")
+    check(table, (0, 1), ((1, 0),))
+    with pytest.raises(VerificationError, match="1RECV1p1>0 names a pipe that is not among 0 to 0"):
+        check(table, (0, 1))
+
+
+def test_an_exchange_that_waits_for_a_message_behind_it():
+    """Rank 1 takes what rank 0 sends only after T, which needs rank 0's S, which comes after the send."""
+    table = rows("0F0 0SEND0>1 0F1 0SEND1>1 0S0 0T0", "1RECV0>0 1F0 1S0 1T0 1RECV1>0 1F1")
+    with pytest.raises(VerificationError, match=r"deadlock under the block model.*1T0"):
+        check(table, (0, 1), (), 1)
+    check(rows("0F0 0SEND0>1 0F1 0SEND1>1 0S0 0T0", "1RECV0>0 1F0 1S0 1RECV1>0 1T0 1F1"), (0, 1), (), 1)
 
 
 def test_other_actions_are_work_of_the_rank():

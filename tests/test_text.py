@@ -1,7 +1,7 @@
 import pytest
 from hypothesis import given
 
-from autopart.ir.action import Action, Kind
+from autopart.ir.action import Action, Boundary, Kind, Weights
 from autopart.schedules import read
 from autopart.schedules.text import grid
 from tests.schedule_strategies import schedules
@@ -42,3 +42,21 @@ def test_grid_of_a_long_table_shows_the_neighbourhood_of_the_marks():
 
 def test_a_stage_belongs_to_the_first_rank_that_uses_it():
     assert read("0F0,0B0\n1F0,1B0,0F1").place == (0, 1)
+
+
+def test_settings_are_lines_of_their_own():
+    text = "weights: stash\noptimizer: per-rank\n0F0,0B0,0OPT0"
+    schedule = read(text)
+    assert (schedule.weights, schedule.optimizer, schedule.microbatches) == (Weights.STASH, Boundary.PER_RANK, 1)
+    assert str(schedule) == text
+    assert read("barriers: 2\n0F0,0S0,0T0,0B0").barriers == 2
+    for line in ("weight: stash", "weights: old", "barriers: many"):
+        with pytest.raises(ValueError, match=f"line 1: '{line}' is no setting; they are weights: sync | stash"):
+            read(f"{line}\n0F0,0B0")
+
+
+def test_pipes_have_places_of_their_own():
+    schedule = read("0F0,1F1p1\n1F0,0F1p1")
+    assert (schedule.place, schedule.mirrors) == ((0, 1), ((1, 0),))
+    with pytest.raises(ValueError, match="no action of stage 0 in pipe 1, though there is one of stage 1"):
+        read("0F0,1F1p1\n1F0")

@@ -41,13 +41,15 @@ def schedule(staged: Staged, plan: Plan) -> Scheduled:
     check_executed(built)
     if captured.deferred:
         _check_deferred(built)
-    return schedules.lower(built, frozenset((edge.source, edge.target) for edge in staged.edges))
+    edges = frozenset((edge.source, edge.target) for edge in staged.edges)
+    return schedules.lower(schedules.unpaired(built), edges)
 
 
 def check_executed(built: Schedule) -> None:
-    """Refuse a schedule with actions that programs cannot perform yet."""
+    """Refuse a schedule that programs cannot follow yet."""
+    schedules.check_executable(built)
     for rank, action in built.actions():
-        if action.kind not in EXECUTED or action.slice or action.pipe:
+        if any(part.kind not in EXECUTED for part in action.parts):
             raise ValueError(
                 f"schedule: {built.name!r} has {action} on pipeline rank {rank}, but programs are written for the "
                 "forwards (F) and whole backwards (B) of whole microbatches so far; simulate it, or train with one of "

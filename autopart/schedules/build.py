@@ -8,7 +8,18 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from autopart.ir.action import Schedule
-from autopart.schedules import flush, groups, interleaved, vshape, zero_bubble
+from autopart.schedules import (
+    bitpipe,
+    dualpipe,
+    flush,
+    groups,
+    interleaved,
+    sequence,
+    stale,
+    vocabulary,
+    vshape,
+    zero_bubble,
+)
 from autopart.schedules.family import Family, check_count
 
 FAMILIES = (
@@ -17,6 +28,11 @@ FAMILIES = (
     *zero_bubble.FAMILIES,
     *vshape.FAMILIES,
     *groups.FAMILIES,
+    *sequence.FAMILIES,
+    *dualpipe.FAMILIES,
+    *bitpipe.FAMILIES,
+    *vocabulary.FAMILIES,
+    *stale.FAMILIES,
 )
 """Every training family, in the order in which they are listed."""
 

@@ -13,6 +13,7 @@ class Family:
     """One family of schedules. In `memory`, p is the number of ranks, m of microbatches, v of chunks, r the rank.
 
     `make(ranks, microbatches, **options)` returns the schedule; its keyword parameters are the options of the family.
+    It raises ValueError for numbers that the family cannot take, saying which it would.
     """
 
     name: str

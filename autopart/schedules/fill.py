@@ -12,7 +12,7 @@ from itertools import islice
 from typing import Literal
 
 from autopart.ir.action import Action, Kind
-from autopart.schedules.play import Clock, Costs, play
+from autopart.schedules.play import Clock, play
 from autopart.schedules.rows import Row
 
 Ahead = Literal["never", "idle", "eager"]
@@ -20,22 +20,14 @@ Ahead = Literal["never", "idle", "eager"]
 
 
 def fill(
-    rows: Sequence[Row],
-    place: Sequence[int],
-    limit: int,
-    *,
-    costs: Costs,
-    comm: float = 0.0,
-    ahead: Ahead = "never",
-    patience: float = 0.0,
+    rows: Sequence[Row], clock: Clock, limit: int, *, ahead: Ahead = "never", patience: float = 0.0
 ) -> tuple[Row, ...]:
-    """The rows, which have F and I (or B), with a W for each I and in an order that wastes less time.
+    """The rows, which have F and I (or B), with a W for each I and in an order that wastes less of the clock's time.
 
     `limit` is the most microbatches at stages that a rank may hold, from F to the end of W (or B). A forward goes
     `ahead` of others only if those still have room. Rather than begin a W, a rank waits for what is due within
     `patience` times its length. With a limit that is too low the rows end early.
     """
-    clock = Clock(place, costs, comm)
     return play([_Filler(rank, row, limit, ahead, patience) for rank, row in enumerate(rows)], clock)
 
 

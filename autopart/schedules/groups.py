@@ -41,7 +41,7 @@ def zeropp(ranks: int, microbatches: int, *, chunks: int = 2, unit: int | None =
         )
     place = loop(ranks, chunks)
     rows = [_zeropp_row(rank, ranks, microbatches, chunks, size) for rank in range(ranks)]
-    filled = fill(rows, place, size * chunks, costs=unit_costs(len(place), chunks), ahead="eager")
+    filled = fill(rows, Clock(place, unit_costs(len(place), chunks)), size * chunks, ahead="eager")
     return Schedule("zeropp", microbatches, place, filled)
 
 
@@ -50,7 +50,7 @@ def hanayo(ranks: int, microbatches: int, *, waves: int = 1) -> Schedule:
     check_count("waves", waves)
     place = wave(ranks, 2 * waves)
     players = [_Wave(rank, place, microbatches) for rank in range(ranks)]
-    rows = play(players, Clock(place, unit_costs(len(place), 2 * waves), 0.0))
+    rows = play(players, Clock(place, unit_costs(len(place), 2 * waves)))
     return Schedule("hanayo", microbatches, place, rows)
 
 

@@ -11,14 +11,20 @@ rewrite (1f1b, rank 1 of 2):  1F0 1B0 1F1 1B1  -->  1RECV0>0 1F0 1B0 1RECV1>0 1S
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from operator import itemgetter
 
 from autopart.ir.action import Action, Kind, Schedule, Scheduled
-from autopart.schedules.dependencies import Edges, dependencies
+from autopart.schedules.dependencies import Edges, Needs, chain, dependencies
 from autopart.schedules.timing import run_time
-from autopart.schedules.validate import validate
+from autopart.schedules.validate import examine, unit_cost
 
-UNIT = {Kind.F: 1, Kind.I: 1, Kind.W: 1, Kind.B: 2}
+MADE = frozenset({Kind.F, Kind.B, Kind.I})
+"""The actions between which values travel by SEND and RECV."""
+
+SHARED = frozenset({Kind.S, Kind.T})
+"""The actions whose values come from an exchange between all ranks."""
 
 Slotted = tuple[int, Action]
 """A SEND or RECV, and the step of the row before which it must stand."""
@@ -28,34 +34,61 @@ def lower(schedule: Schedule, edges: Edges) -> Scheduled:
     """The schedule with its communication: what flows over `edges` is sent as soon as it is made.
 
     `edges` holds (source stage, target stage) pairs. Forward ones (source < target, also long skips) carry the outputs
-    of F(source) to F(target) of the same microbatch; backward ones (source > target) the gradients from B or I to B or
-    I. Between stages of one rank nothing is sent. A SEND follows its producer with nothing but other transfers between;
-    a RECV stands before its consumer. Raises ValueError for edges between stages that are not there, and what
-    `validate` raises.
+    of F(source) to F(target) of the same microbatch and slice; backward ones (source > target) the gradients from B or
+    I to B or I. Between stages of one rank nothing is sent. A SEND follows its producer with nothing but other
+    transfers between; a RECV stands before its consumer, and before what waits for an exchange of S or T that takes
+    longer (these exchanges are no messages of pairs: all ranks take part). Raises ValueError for edges between stages
+    that are not there, and what `validate` raises.
     """
     for source, target in sorted(edges):
         if source == target or not {source, target} <= set(range(schedule.stages)):
             raise ValueError(f"edges: ({source}, {target}) does not join two of the stages 0 to {schedule.stages - 1}")
-    validate(schedule)
-    step = {action: number for row in schedule.table for number, action in enumerate(row)}
+    needs, intervals = examine(schedule)
+    if edges != chain(schedule.stages):
+        needs = dependencies(schedule, edges)
+        intervals = run_time(schedule.table, needs, cost=unit_cost)
+    ends = {
+        part: end
+        for row, times in zip(schedule.table, intervals, strict=True)
+        for action, (_, end) in zip(row, times, strict=True)
+        for part in action.parts
+    }
+    step = {part: number for row in schedule.table for number, action in enumerate(row) for part in action.parts}
+    waits = [_waits(row, needs, ends) if schedule.barriers else [] for row in schedule.table]
     transfers: list[list[Slotted]] = [[] for _ in schedule.table]
-    for producer, consumer in _crossings(schedule, edges):
-        send = Action(Kind.SEND, producer.stage, producer.microbatch, peer=consumer.stage)
-        receive = Action(Kind.RECV, consumer.stage, consumer.microbatch, peer=producer.stage)
-        transfers[schedule.place[producer.stage]].append((step[producer] + 1, send))
-        transfers[schedule.place[consumer.stage]].append((step[consumer], receive))
+    for producer, consumer in _crossings(schedule, needs, ends):
+        source, target = schedule.rank(producer), schedule.rank(consumer)
+        which = (producer.microbatch, producer.slice, producer.pipe)
+        send = Action(Kind.SEND, producer.stage, *which, peer=consumer.stage)
+        receive = Action(Kind.RECV, consumer.stage, *which, peer=producer.stage)
+        transfers[source].append((step[producer] + 1, send))
+        held = bisect_right(waits[target], ends[producer], key=itemgetter(1))
+        slots = [step[consumer], *(at for at, _ in waits[target][held : held + 1])]
+        transfers[target].append((min(slots), receive))
     return Scheduled(schedule, tuple(map(_merge, schedule.table, transfers)))
 
 
-def _crossings(schedule: Schedule, edges: Edges) -> list[tuple[Action, Action]]:
+def _waits(row: Sequence[Action], needs: Needs, ends: Mapping[Action, float]) -> list[tuple[int, float]]:
+    """The steps of a row that wait for an exchange of S or T, and until when, each later than those before.
+
+    A message made by then must not be taken after them: its sender may be what they wait for.
+    """
+    found: list[tuple[int, float]] = []
+    for step, action in enumerate(row):
+        wanted = [
+            need
+            for part in action.parts
+            for need in needs[part]
+            if (part.kind in SHARED or need.kind in SHARED) and need.stage != part.stage
+        ]
+        until = max((ends[need] for need in wanted), default=0.0)
+        if wanted and (not found or until > found[-1][1]):
+            found.append((step, until))
+    return found
+
+
+def _crossings(schedule: Schedule, needs: Needs, ends: Mapping[Action, float]) -> list[tuple[Action, Action]]:
     """The (producer, consumer) of every value that passes between two ranks, in the one order of all transfers."""
-    needs = dependencies(schedule, edges)
-    intervals = run_time(schedule.table, needs, cost=lambda action: UNIT[action.kind], delay=lambda need, action: 0)
-    ends = {
-        action: end
-        for row, times in zip(schedule.table, intervals, strict=True)
-        for action, (_, end) in zip(row, times, strict=True)
-    }
 
     def order(crossing: tuple[Action, Action]) -> tuple[float, bool, int, int]:
         # At equal times downstream ranks come first where values flow forward, upstream ones where gradients flow back:
@@ -64,13 +97,12 @@ def _crossings(schedule: Schedule, edges: Edges) -> list[tuple[Action, Action]]:
         backward = target < source
         return (ends[crossing[0]], backward, *((source, -target) if backward else (-source, target)))
 
-    place = schedule.place
     return sorted(
         (
             (need, action)
             for action, wanted in needs.items()
             for need in wanted
-            if place[need.stage] != place[action.stage]
+            if need.kind in MADE and action.kind in MADE and schedule.rank(need) != schedule.rank(action)
         ),
         key=order,
     )

@@ -8,6 +8,7 @@ from typing import Protocol
 
 from autopart.ir.action import Action, Kind
 from autopart.schedules.rows import Row
+from autopart.schedules.timing import Interval
 
 Costs = Mapping[Kind, Sequence[float]]
 """The time of each kind of action at each stage."""
@@ -16,12 +17,14 @@ Costs = Mapping[Kind, Sequence[float]]
 class Clock:
     """What is known while the ranks choose: when values arrive, and how much each rank holds."""
 
-    def __init__(self, place: Sequence[int], costs: Costs, comm: float) -> None:
+    def __init__(self, place: Sequence[int], costs: Costs, comm: float = 0.0) -> None:
         self.place = place
         self.costs = costs
         self.comm = comm
         self.held = [0] * (max(place) + 1)
         """The microbatches at stages that each rank holds: from F to the end of B or W."""
+        self.spans: list[list[Interval]] = [[] for _ in self.held]
+        """The start and end of each rank's actions so far."""
         self._forward: list[dict[int, float]] = [{} for _ in place]
         self._backward: list[dict[int, float]] = [{} for _ in place]
 
@@ -40,6 +43,7 @@ class Clock:
         """Note that an action starts, and return when it ends."""
         end = now + self.costs[action.kind][action.stage]
         rank = self.place[action.stage]
+        self.spans[rank].append((now, end))
         match action.kind:
             case Kind.F:
                 self._forward[action.stage][action.microbatch] = end
@@ -89,6 +93,29 @@ def play(players: Sequence[Player], clock: Clock) -> tuple[Row, ...]:
         elif chosen is not None:
             heappush(events, (chosen, rank))
     return tuple(map(tuple, rows))
+
+
+def follow(rows: Sequence[Row], clock: Clock) -> tuple[Row, ...]:
+    """Run rows as they are; what is returned ends early where they lock each other."""
+    return play([_Follower(row) for row in rows], clock)
+
+
+class _Follower:
+    """One rank that keeps to its row."""
+
+    def __init__(self, row: Row) -> None:
+        self.row = row
+        self.done = 0
+
+    def choose(self, clock: Clock, now: float) -> Action | float | None:
+        if self.done == len(self.row):
+            return None
+        action = self.row[self.done]
+        due = now if action.kind is Kind.W else clock.arrives(action)
+        if due is None or due > now:
+            return due
+        self.done += 1
+        return action
 
 
 def unit_costs(stages: int, chunks: int) -> Costs:

@@ -8,6 +8,8 @@ transport, each adding waits to the one before:
   sides at once, after the pair's earlier transfers in either direction.
 * ``block``: a send, too, holds up all that comes after it in its row until the receive is posted.
 
+S and T have exchanges of their own, which hold up only what needs their results: all ranks begin them in one order.
+
 Before that, channels: with messages told apart by order alone, the k-th RECV of a channel must be of the k-th SEND.
 """
 
@@ -27,6 +29,11 @@ if TYPE_CHECKING:
 
 MODELS = ("dirfifo", "pairfifo", "block")
 
+TRANSFERS = frozenset({Kind.SEND, Kind.RECV})
+
+SHARED = frozenset({Kind.S, Kind.T})
+"""What all ranks perform together, beside the transfers of pairs."""
+
 Rows = Sequence[Sequence[Action]]
 Position = tuple[int, int]
 """Rank and step."""
@@ -34,35 +41,94 @@ Position = tuple[int, int]
 Event = tuple[Position, ...]
 """What happens at once: one action, or a SEND and its RECV."""
 
+Exchanges = Mapping[Position, Sequence[Position]]
+"""What an action waits for that other ranks did, beside messages."""
+
+Places = Sequence[Sequence[int]]
+"""The rank of every stage, pipe by pipe."""
+
 Waits: TypeAlias = "nx.DiGraph[Event]"
 
 
-def check(rows: Rows, place: Sequence[int]) -> None:
+def check(rows: Rows, place: Sequence[int], mirrors: Places = (), barriers: int = 0) -> None:
     """Raise VerificationError unless the rows, one a pipeline rank, match and end under all three models.
 
-    ``place[stage]`` is the rank of a stage. Every action but SEND and RECV counts as work of the rank alone. The
-    message names the model, the action at which each rank is stuck and the cycle of waits, and shows the rows with
-    these in brackets.
+    ``place[stage]`` is the rank of a stage in pipe 0, ``mirrors[k][stage]`` in pipe k + 1; `barriers` is that of the
+    schedule. Every action but SEND, RECV, S and T counts as work of the rank alone. The message names the model, the
+    action at which each rank is stuck and the cycle of waits, and shows the rows with these in brackets.
     """
     import networkx as nx
 
-    peers = _match(rows, place)
+    places = (place, *mirrors)
+    peers, exchanges = _match(rows, places), _exchanges(rows, len(place) - 1, barriers) if barriers else {}
     # The last model has all waits of the others: rows that end under it need no more looking at.
-    if nx.is_directed_acyclic_graph(_waits(rows, place, peers, MODELS[-1])):
+    if _ends(rows, peers, exchanges):
         return
-    graphs = ((model, _waits(rows, place, peers, model)) for model in MODELS)
+    graphs = ((model, _waits(rows, places, peers, exchanges, model)) for model in MODELS)
     raise next(_deadlock(rows, waits, model) for model, waits in graphs if not nx.is_directed_acyclic_graph(waits))
 
 
-def _match(rows: Rows, place: Sequence[int]) -> dict[Position, Position]:
+def _ends(rows: Rows, peers: Mapping[Position, Position], exchanges: Exchanges) -> bool:
+    """Whether all rows end under the last model: each rank does what stands next, a SEND and its RECV together."""
+    met = {side: (send, receive) for send, receive in peers.items() for side in (send, receive)}
+    at = [0] * len(rows)
+    moved = True
+    while moved:
+        moved = False
+        for rank, row in enumerate(rows):
+            while at[rank] < len(row):
+                position = (rank, at[rank])
+                meeting = met.get(position, (position,))
+                if any(at[peer] != step for peer, step in meeting):
+                    break
+                if any(at[peer] <= step for peer, step in exchanges.get(position, ())):
+                    break
+                for peer, _ in meeting:
+                    at[peer] += 1
+                moved = True
+    return all(done == len(row) for done, row in zip(at, rows, strict=True))
+
+
+def _exchanges(rows: Rows, last: int, barriers: int) -> Exchanges:
+    """S waits for the last stage's forward, T for S of all ranks, and that stage's backward for all S, or all T."""
+    _check_order(rows)
+    found: dict[tuple[Kind, int, int], list[Position]] = defaultdict(list)
+    waiting: list[tuple[Position, tuple[Kind, int, int]]] = []
+    needed = {Kind.S: Kind.F, Kind.T: Kind.S, **dict.fromkeys((Kind.B, Kind.I), Kind.S if barriers == 1 else Kind.T)}
+    for rank, row in enumerate(rows):
+        for step, action in enumerate(row):
+            for part in action.parts:
+                if part.kind in SHARED or part.stage == last:
+                    found[part.kind, part.microbatch, part.slice].append((rank, step))
+                    if part.kind in needed:
+                        waiting.append(((rank, step), (needed[part.kind], part.microbatch, part.slice)))
+    return {position: found[key] for position, key in waiting}
+
+
+def _check_order(rows: Rows) -> None:
+    """Refuse rows whose S and T are not the same, in one order: exchanges are told apart by that."""
+    shared = [[(step, a) for step, a in enumerate(row) if a.kind in SHARED] for row in rows]
+    for number, sides in enumerate(zip_longest(*shared)):
+        first, *others = ((side[1].kind, side[1].microbatch, side[1].slice) if side else None for side in sides)
+        for rank, other in enumerate(others, 1):
+            if other != first:
+                marks = {(at, side[0]): "" for at, side in ((0, sides[0]), (rank, sides[rank])) if side}
+                said = [str(side[1]) if side else "nothing" for side in (sides[0], sides[rank])]
+                raise VerificationError(
+                    f"S and T number {number}: {said[0]} on rank 0, but {said[1]} on rank {rank}; all ranks perform "
+                    f"them together, in one order\n{grid(rows, marks)}"
+                )
+
+
+def _match(rows: Rows, places: Places) -> dict[Position, Position]:
     """The RECV of every SEND."""
     sends: dict[tuple[int, int], list[Position]] = defaultdict(list)
     receives: dict[tuple[int, int], list[Position]] = defaultdict(list)
     for rank, row in enumerate(rows):
         for step, action in enumerate(row):
-            if action.kind in (Kind.SEND, Kind.RECV):
-                _check_ends(rows, place, (rank, step))
-                peer = place[action.peer]
+            if action.kind in TRANSFERS:
+                _check_ends(rows, places, (rank, step))
+                peer = places[action.pipe][action.peer]
                 if action.kind is Kind.SEND:
                     sends[rank, peer].append((rank, step))
                 else:
@@ -76,13 +142,15 @@ def _match(rows: Rows, place: Sequence[int]) -> dict[Position, Position]:
     return peers
 
 
-def _check_ends(rows: Rows, place: Sequence[int], position: Position) -> None:
+def _check_ends(rows: Rows, places: Places, position: Position) -> None:
     rank, step = position
     action = rows[rank][step]
+    place = places[action.pipe] if action.pipe < len(places) else ()
     stages = range(len(place))
     fault = ""
     if action.stage not in stages or action.peer not in stages:
-        fault = f"names a stage that is not among 0 to {len(place) - 1}"
+        fault = f"names a stage that is not among 0 to {len(places[0]) - 1}"
+        fault = fault if place else f"names a pipe that is not among 0 to {len(places) - 1}"
     elif place[action.stage] != rank:
         fault = f"is of a stage of rank {place[action.stage]}"
     elif place[action.peer] == rank:
@@ -109,7 +177,7 @@ def _mismatch(
     )
 
 
-def _waits(rows: Rows, place: Sequence[int], peers: Mapping[Position, Position], model: str) -> Waits:
+def _waits(rows: Rows, places: Places, peers: Mapping[Position, Position], exchanges: Exchanges, model: str) -> Waits:
     """The graph of what must happen before what under a model: an edge leads from an event to one that waits for it."""
     import networkx as nx
 
@@ -122,21 +190,22 @@ def _waits(rows: Rows, place: Sequence[int], peers: Mapping[Position, Position],
     else:
         event |= {side: (send, receive) for send, receive in peers.items() for side in (send, receive)}
     waits.add_nodes_from(event.values())
+    waits.add_edges_from((event[need], event[position]) for position, needs in exchanges.items() for need in needs)
     for rank, row in enumerate(rows):
-        order = pairwise(range(len(row))) if model == "block" else _sends_free(row, place, streams=model == "pairfifo")
+        order = pairwise(range(len(row))) if model == "block" else _sends_free(row, places, streams=model == "pairfifo")
         waits.add_edges_from((event[rank, before], event[rank, after]) for before, after in order)
     return waits
 
 
-def _sends_free(row: Sequence[Action], place: Sequence[int], *, streams: bool) -> Iterator[tuple[int, int]]:
+def _sends_free(row: Sequence[Action], places: Places, *, streams: bool) -> Iterator[tuple[int, int]]:
     """The (before, after) steps of a row of a row where only the stream of a pair, if it has one, waits for sends."""
     held: int | None = None
     last: dict[int, int] = {}
     for step, action in enumerate(row):
         if held is not None:
             yield held, step
-        if streams and action.kind in (Kind.SEND, Kind.RECV):
-            peer = place[action.peer]
+        if streams and action.kind in TRANSFERS:
+            peer = places[action.pipe][action.peer]
             if peer in last:
                 yield last[peer], step
             last[peer] = step
@@ -150,19 +219,20 @@ def _deadlock(rows: Rows, waits: Waits, model: str) -> VerificationError:
 
     cyclic = [events for events in nx.strongly_connected_components(waits) if len(events) > 1]
     never = {event for events in cyclic for event in events}
-    never |= {after for event in never for after in nx.descendants(waits, event)}
+    for layer in list(nx.bfs_layers(waits, never)):
+        never.update(layer)
     stuck: dict[int, int] = {}
     for rank, step in sorted(position for event in never for position in event):
         stuck.setdefault(rank, step)
     where = "; ".join(f"rank {rank} is stuck at {rows[rank][step]} (step {step})" for rank, step in stuck.items())
     cycle = [event for event, _ in nx.find_cycle(waits)][::-1]
-    talk = [" with ".join(str(rows[r][s]) for r, s in event) for event in cycle if _is_transfer(rows, event)]
+    talk = [" with ".join(str(rows[r][s]) for r, s in event) for event in cycle if _is_talk(rows, event)]
     marks = {position: "" for position in stuck.items()}
     return VerificationError(
         f"deadlock under the {model} model: {where}; cycle: {' waits for '.join([*talk, talk[0]])}\n{grid(rows, marks)}"
     )
 
 
-def _is_transfer(rows: Rows, event: Event) -> bool:
+def _is_talk(rows: Rows, event: Event) -> bool:
     rank, step = event[0]
-    return rows[rank][step].kind in (Kind.SEND, Kind.RECV)
+    return rows[rank][step].kind in TRANSFERS | SHARED

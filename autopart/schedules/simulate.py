@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
+from math import lcm
 from types import MappingProxyType
 
-from autopart.ir.action import Action, Kind, Schedule
-from autopart.schedules.dependencies import dependencies
+from autopart.ir.action import Action, Boundary, Kind, Schedule, Weights
+from autopart.schedules import drawing
+from autopart.schedules.dependencies import Needs, dependencies
+from autopart.schedules.prices import Comm, Cost, links, prices
 from autopart.schedules.timing import Interval, run_time
 from autopart.schedules.validate import validate
 
-Cost = float | Sequence[float] | Mapping[int, float]
-"""One number a rank-share (a microbatch through all of a rank's stages), or one number for each stage."""
-
 UNIT: Mapping[str, Cost] = MappingProxyType({"F": 1.0, "I": 1.0, "W": 1.0})
+
+Rows = Sequence[Sequence[Action]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +37,9 @@ class Timeline:
     `busy` in the two bubbles is the work of the busiest rank. `flush_bubble` is makespan - busy: what is lost when all
     ranks wait for each other before the optimizer steps. `span_bubble` is the longest time from a rank's first start to
     its last end, - busy: what is lost when each rank steps alone. `peak_activations` counts, for each rank,
-    microbatches on a rank-share (1 / number of the rank's stages for each stage), held from F to the end of B, or of W
-    where they are split.
+    microbatches on a rank-share (1 / number of the rank's stages in the pipe for each stage, and 1 / number of slices
+    for each slice), held from F to the end of B, or of W where they are split. `period` is how much later the last of
+    several iterations ends than the one before it.
     """
 
     makespan: float
@@ -47,39 +49,102 @@ class Timeline:
     spans: tuple[Span, ...]
     idle: tuple[tuple[Interval, ...], ...]
     """The windows of each rank, between 0 and makespan, in which it computes nothing."""
+    period: float
+
+    def __str__(self) -> str:
+        """The length, what is lost of it, and a line a rank with its share of work, what it holds and a bar of it."""
+        return drawing.text(self)
+
+    def to_chrome(self) -> str:
+        """The timeline as JSON for chrome://tracing or Perfetto, a row a rank; one unit of cost is one second."""
+        return drawing.chrome(self)
+
+    def to_svg(self) -> str:
+        """The timeline as an SVG picture: time to the right, a row a rank, a colour a kind, microbatches in boxes."""
+        return drawing.svg(self)
 
 
-def simulate(schedule: Schedule, *, costs: Mapping[str, Cost] = UNIT, comm: float = 0.0) -> Timeline:
+def simulate(
+    schedule: Schedule,
+    costs: Mapping[str, Cost] = UNIT,
+    comm: Comm = 0.0,
+    *,
+    optimizer: str | None = None,
+    iterations: int = 1,
+) -> Timeline:
     """The timeline of a schedule (one that `validate` accepts) under the chain of stages.
 
-    `costs` gives the time of F, I, W and B (default I + W) as one number a rank-share, which the rank's stages divide
-    equally, or as a tuple or mapping with the time of each stage itself. `comm` is the latency of an edge between two
-    ranks; it occupies neither. Raises ValueError for costs that are unknown, missing, negative or not one a stage, and
-    for a schedule that never ends.
+    `costs` gives the time of F, I, W and optionally B, PAIR, S, T and OPT (`schedules.prices` says how, and what is
+    taken where they are missing); an OPT that the table does not have comes at the end of every iteration, on each
+    stage. `comm` is the latency of an edge between two ranks, or a `Link` with a transfer time too, of all edges or of
+    each; it occupies no rank. `iterations` runs the table several times back to back: with the optimizer boundary
+    ``"barrier"`` no rank steps before all have ended, with ``"per-rank"`` each goes on alone (by default as the
+    schedule says). Raises ValueError for bad costs and for a schedule that never ends.
     """
-    price = _prices(schedule, costs)
-    if not (math.isfinite(comm) and comm >= 0):
-        raise ValueError(f"comm must be a latency of at least 0, not {comm}")
-    place = schedule.place
-    intervals = run_time(
-        schedule.table,
-        dependencies(schedule),
-        cost=lambda action: price[action.kind, action.stage],
-        delay=lambda need, action: 0.0 if place[need.stage] == place[action.stage] else comm,
-    )
-    if any(not times or len(times) < len(row) for row, times in zip(schedule.table, intervals, strict=True)):
+    boundary = Boundary(schedule.optimizer if optimizer is None else optimizer)
+    if iterations < 1:
+        raise ValueError(f"iterations must be at least 1, not {iterations}")
+    if iterations > 1 and schedule.weights is not Weights.SYNC:
+        raise ValueError(
+            f"iterations: schedule {schedule.name!r} steps inside its table; build it with more microbatches instead"
+        )
+    whole = _repeated(schedule, iterations)
+    rows: Rows = whole.table
+    needs = dependencies(whole)
+    if schedule.weights is Weights.SYNC and (iterations > 1 or Kind.OPT in costs):
+        rows, needs = _stepped(schedule, whole, needs, iterations, boundary)
+    intervals = run_time(rows, needs, cost=prices(schedule, costs), link=links(schedule, comm))
+    if any(not times or len(times) < len(row) for row, times in zip(rows, intervals, strict=True)):
         validate(schedule)  # says what is wrong with it
-    return _timeline(schedule, intervals)
+    return _timeline(schedule, rows, intervals, iterations)
 
 
-def _timeline(schedule: Schedule, intervals: list[list[Interval]]) -> Timeline:
+def _repeated(schedule: Schedule, iterations: int) -> Schedule:
+    """The schedule run several times, its microbatches counted on."""
+    if iterations == 1:
+        return schedule
+    shifts = [number * schedule.microbatches for number in range(iterations)]
+    table = tuple(tuple(_shifted(action, by) for by in shifts for action in row) for row in schedule.table)
+    return replace(schedule, microbatches=iterations * schedule.microbatches, table=table)
+
+
+def _shifted(action: Action, by: int) -> Action:
+    members = tuple(_shifted(member, by) for member in action.members)
+    return replace(action, microbatch=action.microbatch + by, members=members)
+
+
+def _stepped(
+    schedule: Schedule, whole: Schedule, needs: Needs, iterations: int, boundary: Boundary
+) -> tuple[Rows, Needs]:
+    """The repeated rows with an OPT of each stage at the end of every iteration, and what these wait for."""
+    rows: list[list[Action]] = [[] for _ in schedule.table]
+    for number in range(iterations):
+        pieces = [
+            row[number * len(plain) : (number + 1) * len(plain)]
+            for row, plain in zip(whole.table, schedule.table, strict=True)
+        ]
+        ends = tuple(part for piece in pieces for part in piece[-1:] for part in part.parts)
+        for rank, (row, piece) in enumerate(zip(rows, pieces, strict=True)):
+            steps = [
+                Action(Kind.OPT, stage, number, 0, pipe)
+                for pipe, place in enumerate(schedule.places)
+                for stage, at in enumerate(place)
+                if at == rank
+            ]
+            row += [*piece, *steps]
+            needs |= dict.fromkeys(steps, ends if boundary is Boundary.BARRIER else ())
+    return rows, needs
+
+
+def _timeline(schedule: Schedule, rows: Rows, intervals: list[list[Interval]], iterations: int) -> Timeline:
     spans = tuple(
         Span(rank, action, start, end)
-        for rank, (row, times) in enumerate(zip(schedule.table, intervals, strict=True))
+        for rank, (row, times) in enumerate(zip(rows, intervals, strict=True))
         for action, (start, end) in zip(row, times, strict=True)
     )
     makespan = max(times[-1][1] for times in intervals)
     busy = max(sum(end - start for start, end in times) for times in intervals)
+    before = max(times[len(times) - len(times) // iterations - 1][1] for times in intervals) if iterations > 1 else 0
     return Timeline(
         makespan=makespan,
         flush_bubble=makespan - busy,
@@ -87,53 +152,23 @@ def _timeline(schedule: Schedule, intervals: list[list[Interval]]) -> Timeline:
         peak_activations=tuple(_peak(schedule, rank) for rank in range(schedule.ranks)),
         spans=spans,
         idle=tuple(_idle(times, makespan) for times in intervals),
+        period=makespan - before,
     )
 
 
 def _peak(schedule: Schedule, rank: int) -> float:
     """The most activations that a rank holds at once, which its order alone decides."""
-    row = schedule.table[rank]
-    if all(action.kind is Kind.F for action in row):
+    parts = [part for action in schedule.table[rank] for part in action.parts]
+    if all(part.kind is Kind.F for part in parts):
         return 0.0
-    change = {Kind.F: 1, Kind.B: -1, Kind.I: 0, Kind.W: -1}
-    return max(accumulate(change[action.kind] for action in row)) / schedule.place.count(rank)
+    shares = [place.count(rank) * schedule.slices for place in schedule.places]
+    whole = lcm(*(share for share in shares if share))
+    change = {Kind.F: 1, Kind.B: -1, Kind.W: -1}
+    held = accumulate(change.get(part.kind, 0) * whole // shares[part.pipe] for part in parts)
+    return max(held) / whole
 
 
 def _idle(times: Sequence[Interval], makespan: float) -> tuple[Interval, ...]:
     starts = [start for start, _ in times] + [makespan]
     ends = [0.0] + [end for _, end in times]
     return tuple((end, start) for end, start in zip(ends, starts, strict=True) if start > end)
-
-
-def _prices(schedule: Schedule, costs: Mapping[str, Cost]) -> dict[tuple[Kind, int], float]:
-    """The time of each kind of action that the schedule uses, at each stage."""
-    unknown = sorted(set(costs) - {"F", "B", "I", "W"})
-    if unknown:
-        raise ValueError(f"costs: unknown kind {unknown[0]!r}; the kinds are F, B, I and W")
-    given = {Kind(kind): _by_stage(schedule, kind, cost) for kind, cost in costs.items()}
-    if Kind.B not in given and Kind.I in given and Kind.W in given:
-        given[Kind.B] = [i + w for i, w in zip(given[Kind.I], given[Kind.W], strict=True)]
-    for kind in sorted({action.kind for _, action in schedule.actions()}):
-        if kind not in given:
-            raise ValueError(
-                f"costs: schedule {schedule.name!r} needs the cost of {kind}" + (", or of I and W" * (kind is Kind.B))
-            )
-    return {(kind, stage): time for kind, times in given.items() for stage, time in enumerate(times)}
-
-
-def _by_stage(schedule: Schedule, kind: str, cost: Cost) -> list[float]:
-    """The time of each stage."""
-    stages = range(schedule.stages)
-    if isinstance(cost, Mapping):
-        complete, times = set(cost) == set(stages), list(cost.values())
-        times = [cost[stage] for stage in stages] if complete else times
-    elif isinstance(cost, Sequence):
-        complete, times = len(cost) == len(stages), list(cost)
-    else:
-        complete, times = True, [cost / schedule.place.count(rank) for rank in schedule.place]
-    if not complete:
-        raise ValueError(f"costs: {kind!r} must have a number for each of the {len(stages)} stages, not {cost!r}")
-    for time in times:
-        if not (math.isfinite(time) and time >= 0):
-            raise ValueError(f"costs: {kind!r} must be times of at least 0, not {cost!r}")
-    return times

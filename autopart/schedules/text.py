@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
-from autopart.ir.action import Action, Schedule
+from autopart.ir.action import SETTINGS, Action, Boundary, Kind, Schedule, Weights
 
 Table = Sequence[Sequence[Action]]
 
@@ -20,23 +22,35 @@ GAP = ".."
 def read(text: str, *, name: str = "custom") -> Schedule:
     """The schedule that a CSV of actions denotes: a line a rank, cells such as ``0F3``. The inverse of ``str``.
 
-    Empty cells (idle steps) and blank lines are skipped. A stage belongs to the first rank that uses it, and the
-    microbatches are those up to the highest number: `validate` finds what does not fit. Raises ValueError for a cell
-    that is no action, or a stage number left out.
+    Empty cells (idle steps) and blank lines are skipped. Lines such as ``weights: stash`` give a setting (`SETTINGS`).
+    A stage of a pipe belongs to the first rank that uses it, and microbatches, slices and pipes are those up to the
+    highest number: `validate` finds what does not fit. Raises ValueError for a cell that is no action, a setting that
+    there is not, or a stage number left out.
     """
     lines = [(number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
-    table = tuple(_read_row(number, line) for number, line in lines)
-    if not any(table):
+    settings = dict(_read_setting(number, line) for number, line in lines if ":" in line)
+    table = tuple(_read_row(number, line) for number, line in lines if ":" not in line)
+    parts = [(rank, part) for rank, row in enumerate(table) for action in row for part in action.parts]
+    if not parts:
         raise ValueError("schedule: the table has no actions; give one line a rank, such as 0F0,0F1,0B0,0B1")
-    place: dict[int, int] = {}
-    for rank, row in enumerate(table):
-        for action in row:
-            place.setdefault(action.stage, rank)
-    absent = sorted(set(range(max(place) + 1)) - set(place))
-    if absent:
-        raise ValueError(f"schedule: no action of stage {absent[0]}, though there is one of stage {max(place)}")
-    microbatches = 1 + max(action.microbatch for row in table for action in row)
-    return Schedule(name, microbatches, tuple(place[stage] for stage in range(len(place))), table)
+    places: list[dict[int, int]] = [{} for _ in range(1 + max(part.pipe for _, part in parts))]
+    for rank, part in parts:
+        places[part.pipe].setdefault(part.stage, rank)
+    stages = 1 + max(part.stage for _, part in parts)
+    for pipe, place in enumerate(places):
+        absent = sorted(set(range(stages)) - set(place))
+        if absent:
+            of = f" in pipe {pipe}" if len(places) > 1 else ""
+            raise ValueError(f"schedule: no action of stage {absent[0]}{of}, though there is one of stage {stages - 1}")
+    made = Schedule(
+        name,
+        1 + max(part.microbatch for _, part in parts if part.kind is not Kind.OPT),
+        tuple(places[0][stage] for stage in range(stages)),
+        table,
+        slices=1 + max(part.slice for _, part in parts),
+        mirrors=tuple(tuple(place[stage] for stage in range(stages)) for place in places[1:]),
+    )
+    return replace(made, **settings)
 
 
 def grid(table: Table, marks: Mapping[tuple[int, int], str]) -> str:
@@ -53,6 +67,17 @@ def grid(table: Table, marks: Mapping[tuple[int, int], str]) -> str:
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     padded = ("  ".join(text.ljust(size) for text, size in zip(line, widths, strict=True)) for line in lines)
     return "\n".join(line.rstrip() for line in padded)
+
+
+def _read_setting(number: int, line: str) -> tuple[str, Any]:
+    """The name and the value of a setting."""
+    name, value = (part.strip() for part in line.split(":", 1))
+    kinds: dict[str, Any] = dict(zip(SETTINGS, (Weights, Boundary, int), strict=True))
+    try:
+        return name, kinds[name](value)
+    except (KeyError, ValueError):
+        takes = f"weights: {' | '.join(Weights)}, optimizer: {' | '.join(Boundary)}, barriers: 0 | 1 | 2"
+        raise ValueError(f"schedule: line {number}: {line.strip()!r} is no setting; they are {takes}") from None
 
 
 def _read_row(number: int, line: str) -> tuple[Action, ...]:

@@ -6,6 +6,7 @@ The one sweep behind validation, lowering and simulation.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from autopart.ir.action import Action
 
@@ -13,34 +14,70 @@ Interval = tuple[float, float]
 """Start and end, in the unit of the costs."""
 
 
+@dataclass(frozen=True, slots=True)
+class Link:
+    """What a message from one rank to another takes; it keeps neither rank from computing.
+
+    `transfer`, its bytes over the bandwidth, is the time for which it holds the link, which messages from the one rank
+    to the other use one after the other; it arrives `latency` after that.
+    """
+
+    latency: float = 0.0
+    transfer: float = 0.0
+
+
+FREE = Link()
+"""A message that arrives at once."""
+
+
 def run_time(
     rows: Sequence[Sequence[Action]],
     needs: Mapping[Action, Sequence[Action]],
     *,
     cost: Callable[[Action], float],
-    delay: Callable[[Action, Action], float],
+    link: Callable[[Action, Action], Link] = lambda need, action: FREE,
 ) -> list[list[Interval]]:
     """The interval of every action, row by row; a row that gets stuck has fewer intervals than actions.
 
-    An action starts when its rank is free and everything it `needs` has ended, `delay(need, action)` later. An action
-    occurs once in the rows.
+    An action starts when its rank is free and what it, or a member of it, `needs` has ended and has come over the link
+    from there. `link` is asked for pairs of actions (or members) of different ranks. An action occurs once in the rows.
     """
+    parts = [part for row in rows for action in row for part in action.parts]
+    home = [rank for rank, row in enumerate(rows) for action in row for _ in action.parts]
+    number = {part: place for place, part in enumerate(parts)}
+    wanted: list[list[int]] = [[] for _ in parts]
+    for place, part in enumerate(parts):
+        for need in needs[part]:
+            if need in number:
+                wanted[number[need]].append(place)
+    missing = [len(needs[part]) for part in parts]
+    ready = [0.0] * len(parts)
+    held: dict[tuple[int, int], float] = {}
     intervals: list[list[Interval]] = [[] for _ in rows]
-    ends: dict[Action, float] = {}
-    waiting: dict[Action, list[int]] = {}
+    next_part = [home.index(rank) if rank in home else 0 for rank in range(len(rows))]
     runnable = list(range(len(rows)))
     while runnable:
         rank = runnable.pop()
         row, done = rows[rank], intervals[rank]
         while len(done) < len(row):
-            action = row[len(done)]
-            missing = next((need for need in needs[action] if need not in ends), None)
-            if missing is not None:
-                waiting.setdefault(missing, []).append(rank)
+            action, first = row[len(done)], next_part[rank]
+            members = range(first, first + len(action.parts))
+            if any(missing[member] for member in members):
                 break
-            free = done[-1][1] if done else 0
-            start = max((free, *(ends[need] + delay(need, action) for need in needs[action])))
-            ends[action] = start + cost(action)
-            done.append((start, ends[action]))
-            runnable += waiting.pop(action, ())
+            start = max(done[-1][1] if done else 0, *(ready[member] for member in members))
+            end = start + cost(action)
+            done.append((start, end))
+            next_part[rank] = members.stop
+            for member in members:
+                for after in wanted[member]:
+                    peer, arrival = home[after], end
+                    if peer != rank:
+                        over = link(parts[member], parts[after])
+                        if over.transfer:
+                            arrival = max(end, held.get((rank, peer), 0)) + over.transfer
+                            held[rank, peer] = arrival
+                        arrival += over.latency
+                        runnable.append(peer)
+                    missing[after] -= 1
+                    ready[after] = max(ready[after], arrival)
     return intervals

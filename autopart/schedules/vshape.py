@@ -14,7 +14,7 @@ from itertools import count
 from autopart.ir.action import Action, Kind, Schedule
 from autopart.schedules.family import Family
 from autopart.schedules.fill import Ahead, fill
-from autopart.schedules.play import unit_costs
+from autopart.schedules.play import Clock, unit_costs
 from autopart.schedules.rows import Row, script, wave
 from autopart.schedules.simulate import simulate
 
@@ -143,7 +143,7 @@ def _repeated(name: str, block: Block, microbatches: int, peak: int, ahead: Ahea
     """The block repeated, with its W filled in, and forwards `ahead` of their turn."""
     ranks = len(block)
     rows = [_order(slots, rank, ranks, microbatches, Kind.I) for rank, slots in enumerate(block)]
-    filled = fill(rows, wave(ranks, 2), 2 * peak, costs=unit_costs(2 * ranks, 2), ahead=ahead)
+    filled = fill(rows, Clock(wave(ranks, 2), unit_costs(2 * ranks, 2)), 2 * peak, ahead=ahead)
     return Schedule(name, microbatches, wave(ranks, 2), filled)
 
 

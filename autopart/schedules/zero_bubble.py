@@ -1,4 +1,4 @@
-"""One stage a rank, backwards split in I and W: ZB-H1, ZB-H2 and 2BP.
+"""One stage a rank, backwards split in I and W: ZB-H1, ZB-H2, what lies between, and 2BP.
 
 Closed forms at equal stages, F, I and W the times of one microbatch: ZB-H1's bubble is (p-1)(F+I-W), ZB-H2's span
 bubble (p-1)(F+I-2W) for m >= 2p-1, both where W <= min(F, I); that of 2BP is (p-1)(F+I).
@@ -6,12 +6,15 @@ bubble (p-1)(F+I-2W) for m >= 2p-1, both where W <= min(F, I); that of 2BP is (p
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
-from autopart.ir.action import Schedule
+from autopart.ir.action import Kind, Schedule
 from autopart.schedules import flush
-from autopart.schedules.family import Family
+from autopart.schedules.family import Family, check_count
+from autopart.schedules.fill import fill
 from autopart.schedules.interleaved import interleaved_zb
+from autopart.schedules.play import Clock, unit_costs
 from autopart.schedules.rows import Row, loop, script, split
 
 
@@ -36,6 +39,34 @@ def two_bp_gpipe(ranks: int, microbatches: int) -> Schedule:
     return _two_bp(flush.gpipe(ranks, microbatches))
 
 
+def zb_auto(ranks: int, microbatches: int, *, limit: int | None = None) -> Schedule:
+    """As many forwards to warm up as `limit` microbatches of memory allow (default `ranks`), W where a rank would wait.
+
+    The order is made for equal F, I and W; `auto` makes one for given costs.
+    """
+    room = ranks if limit is None else limit
+    check_count("limit", room)
+    room = min(room, 2 * ranks - 1)  # more is of no use
+    rows = warmed(warmups(ranks, microbatches, max(0, room - ranks), room), microbatches, Kind.I)
+    filled = fill(rows, Clock(loop(ranks, 1), unit_costs(ranks, 1)), room)
+    return Schedule("zb-auto", microbatches, loop(ranks, 1), filled)
+
+
+def warmups(ranks: int, microbatches: int, extra: int, limit: int) -> tuple[int, ...]:
+    """1F1B's forwards to warm up, and `extra` more: at most as many as ZB-H2 has, and as memory has room for."""
+    needed = (ranks - 1 - rank for rank in range(ranks))
+    return tuple(min(microbatches, count + min(extra, count), limit - 1) for count in needed)
+
+
+def warmed(counts: Sequence[int], microbatches: int, backward: Kind) -> list[Row]:
+    """Rows of so many forwards each, then a forward and a backward in turn, then the backwards that are left."""
+    b = f"{backward}s"
+    return [
+        script({"s": rank}, (count, "Fs"), (microbatches - count, f"Fs {b}"), (count, b))
+        for rank, count in enumerate(counts)
+    ]
+
+
 FAMILIES = (
     Family(
         "zb-h1",
@@ -50,6 +81,13 @@ FAMILIES = (
         "Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024 (arXiv 2401.10241)",
         "min(m, 2p - 1) microbatches on every rank",
         zb_h2,
+    ),
+    Family(
+        "zb-auto",
+        "as few waits as a limit of memory allows, between ZB-H1 and ZB-H2",
+        "Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024 (arXiv 2401.10241)",
+        "at most min(m, limit, 2p - 1) microbatches on a rank; the limit is p unless given",
+        zb_auto,
     ),
     Family(
         "2bp-1f1b",

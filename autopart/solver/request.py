@@ -57,7 +57,9 @@ class Request:
 
     def scheduled(self, ranks: int, microbatches: int) -> Schedule:
         """The schedule on so many pipeline ranks; ValueError where it cannot be."""
-        return schedules.make(self.schedule, ranks=ranks, microbatches=microbatches)
+        made = schedules.make(self.schedule, ranks=ranks, microbatches=microbatches)
+        schedules.check_executable(made)
+        return schedules.unpaired(made)
 
     def stages_on(self, ranks: int) -> int:
         """How many stages the schedule has on so many pipeline ranks; ValueError where it cannot be on them."""

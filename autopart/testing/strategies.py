@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
 import torch
+from hypothesis import reject
 from hypothesis import strategies as st
 
 from autopart import _torch
@@ -37,8 +38,12 @@ def meshes(draw: st.DrawFn, max_devices: int = 4, max_stages: int = 4) -> Mesh:
 @st.composite
 def schedules(draw: st.DrawFn, max_ranks: int = 4, max_microbatches: int = 8) -> Schedule:
     """Schedules of every family that can be for the numbers drawn, up to a size."""
+    name = draw(st.sampled_from([family.name for family in families.names()]))
     ranks, microbatches = draw(st.integers(1, max_ranks)), draw(st.integers(1, max_microbatches))
-    return draw(st.sampled_from(list(_built(ranks, microbatches))))
+    try:
+        return families.build(name, ranks=ranks, microbatches=microbatches)
+    except ValueError:  # the family does not take these numbers
+        reject()
 
 
 def _built(ranks: int, microbatches: int) -> Iterator[Schedule]:

@@ -1,0 +1,34 @@
+"""What of a schedule the compiler can turn into programs, and a schedule in the form that it takes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from autopart.ir.action import Schedule, Weights
+
+
+def check_executable(schedule: Schedule) -> None:
+    """Raise ValueError for a schedule that can be built, checked and simulated, but not compiled yet: what it needs."""
+    needed = {
+        f"attention over {schedule.slices} slices of the sequence, keys and values kept between them": (
+            schedule.slices > 1
+        ),
+        f"{len(schedule.places)} copies of the model": len(schedule.places) > 1,
+        "an output layer split over the pipeline ranks": schedule.barriers > 0,
+        "optimizer steps between the microbatches of one call": schedule.weights is not Weights.SYNC,
+    }
+    missing = [what for what, wanted in needed.items() if wanted]
+    if missing:
+        raise ValueError(
+            f"schedule: {schedule.name!r} cannot be compiled yet, only simulated (autopart.schedules.simulate): "
+            f"it needs {' and '.join(missing)}; '1f1b' and 'gpipe' run the same microbatches on {schedule.ranks} ranks"
+        )
+
+
+def unpaired(schedule: Schedule) -> Schedule:
+    """The schedule with the members of every PAIR one after the other, for a runtime that has no fused pairs.
+
+    The forward comes first; what an action waits for does not change, nor what is computed.
+    """
+    table = tuple(tuple(part for action in row for part in action.parts) for row in schedule.table)
+    return replace(schedule, table=table)

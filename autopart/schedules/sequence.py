@@ -1,0 +1,59 @@
+"""Schedules of pieces of the sequence: a microbatch's tokens are cut into k slices that travel one behind the other.
+
+A slice attends to those before it, so forwards go up the slices, keys and values kept, and backwards down, where the
+gradients of keys and values add up. Closed form at slices that take equal times, with F and B those of a whole
+microbatch: the bubble of both families is (p-1)(F+B)/k.
+"""
+
+from __future__ import annotations
+
+from itertools import product
+
+from autopart.ir.action import Action, Kind, Schedule
+from autopart.schedules.family import Family, check_count
+
+
+def terapipe(ranks: int, microbatches: int, slices: int = 4) -> Schedule:
+    """All forwards in the order of microbatches and slices, then all backwards, the slices of each in reverse."""
+    check_count("slices", slices)
+    return _schedule("terapipe", ranks, microbatches, slices, [ranks * microbatches * slices] * ranks)
+
+
+def seq1f1b(ranks: int, microbatches: int, slices: int = 4) -> Schedule:
+    """1F1B of slices: p-1-r + k-1 of them to warm up, so that the first microbatch's last slice has its forward."""
+    check_count("slices", slices)
+    warmups = [ranks - 1 - rank + slices - 1 for rank in range(ranks)]
+    return _schedule("seq1f1b", ranks, microbatches, slices, warmups)
+
+
+FAMILIES = (
+    Family(
+        "terapipe",
+        "slices of the sequence: all forwards, then all backwards",
+        "Li et al., TeraPipe, ICML 2021 (arXiv 2102.07988)",
+        "m microbatches on every rank",
+        terapipe,
+    ),
+    Family(
+        "seq1f1b",
+        "slices of the sequence: a few forwards to warm up, then one forward and one backward in turn",
+        "Sun et al., Seq1F1B, NAACL 2025 (arXiv 2406.03488)",
+        "(p - 1 - r + k) / k microbatches on rank r, k the number of slices, at most m",
+        seq1f1b,
+    ),
+)
+"""The training families of this file."""
+
+
+def _schedule(name: str, ranks: int, microbatches: int, slices: int, warmups: list[int]) -> Schedule:
+    """Forwards ahead of the backwards by a number of slices, rank by rank; then both in turn."""
+    table = []
+    for rank, ahead in enumerate(warmups):
+        pieces = range(slices)
+        forwards = [Action(Kind.F, rank, *unit) for unit in product(range(microbatches), pieces)]
+        backwards = [Action(Kind.B, rank, *unit) for unit in product(range(microbatches), reversed(pieces))]
+        warmup = min(ahead, len(forwards))
+        pairs = zip(forwards[warmup:], backwards, strict=False)
+        turns = [action for pair in pairs for action in pair]
+        table.append((*forwards[:warmup], *turns, *backwards[len(forwards) - warmup :]))
+    return Schedule(name, microbatches, tuple(range(ranks)), tuple(table), slices=slices)

@@ -1,0 +1,47 @@
+"""Slices of the sequence: closed forms, memory laws, the order that attention asks for."""
+
+import pytest
+
+from autopart.schedules import build, simulate, validate
+
+SIZES = [(p, m, k) for p in (1, 2, 3, 5) for m in (1, 2, 6) for k in (1, 2, 4)]
+
+
+@pytest.mark.parametrize("name", ["terapipe", "seq1f1b"])
+def test_closed_forms(name):
+    for p, m, k in SIZES:
+        schedule = build(name, ranks=p, microbatches=m, slices=k)
+        validate(schedule)
+        timeline = simulate(schedule, costs={"F": 3, "I": 4, "W": 1})
+        assert timeline.flush_bubble == pytest.approx((p - 1) * 8 / k)
+        held = [m if name == "terapipe" else min(m, (p - 1 - r + k) / k) for r in range(p)]
+        assert timeline.peak_activations == pytest.approx(held)
+
+
+def test_one_slice_is_the_plain_schedule():
+    for sliced, plain in (("terapipe", "gpipe"), ("seq1f1b", "1f1b")):
+        assert build(sliced, ranks=3, microbatches=5, slices=1).table == build(plain, ranks=3, microbatches=5).table
+
+
+def test_rows():
+    assert str(build("seq1f1b", ranks=2, microbatches=2, slices=2)).splitlines() == [
+        "0F0,0F0s1,0F1,0B0s1,0F1s1,0B0,0B1s1,0B1",
+        "1F0,1F0s1,1B0s1,1F1,1B0,1F1s1,1B1s1,1B1",
+    ]
+    assert str(build("terapipe", ranks=1, microbatches=1, slices=3)) == "0F0,0F0s1,0F0s2,0B0s2,0B0s1,0B0"
+
+
+def test_slices_of_unequal_cost():
+    """Later slices attend to more: a function gives each its own time."""
+    schedule = build("terapipe", ranks=2, microbatches=1, slices=2)
+    timeline = simulate(schedule, {"F": lambda action: 1 + action.slice, "B": lambda action: 2})
+    assert timeline.makespan == 1 + 2 + 2 + 2 * 2 + 2
+    with pytest.raises(ValueError, match=r"costs: 'F' must be times of at least 0, not -1"):
+        simulate(schedule, {"F": lambda action: -1, "B": 1})
+
+
+@pytest.mark.parametrize(("slices", "error"), [(0, ValueError), (2.0, TypeError)])
+def test_bad_slices(slices, error):
+    for name in ("terapipe", "seq1f1b"):
+        with pytest.raises(error, match="slices must be"):
+            build(name, ranks=2, microbatches=2, slices=slices)
