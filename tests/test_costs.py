@@ -19,6 +19,7 @@ from autopart.ir.graph import Node, Ref, Size, Value
 from autopart.ir.segmented import Segmented
 from autopart.passes.costs import costs
 from autopart.passes.normalise import normalise
+from autopart.passes.recompute import recompute
 from autopart.passes.segment import segment
 from autopart.rules.alias import roots, viewed
 from autopart.rules.flops import flops
@@ -260,3 +261,24 @@ def test_expressions_depend_on_the_batch_alone() -> None:
     made = costs(small_gpt_step())
     assert all(sympy.Poly(c.forward_flops, b).degree() == 1 for c in made)
     assert made[1].at(2).saved_bytes == 2 * made[1].at(1).saved_bytes > 0
+
+
+def test_the_halves_of_a_backward_by_hand() -> None:
+    """I has the product with the weight and tanh's gradient; W is handed that and x, has the rest, and makes up B."""
+    *_, found = segmented((MLP(width=8).double(), (torch.randn(6, 8).double(), torch.randn(6, 3).double()), {}))
+    first, second = costs(found)[:2]
+    assert (first.input_flops, first.input_bytes, first.stash_bytes) == (0, 0, 0)  # the batch needs no gradient
+    assert second.input_flops == (2 * 8 * 8 + 8) * b
+    assert (
+        second.backward_flops - second.input_flops == (2 * 8 * 8 + 8) * b
+    )  # a product, the sum of the bias's gradient
+    assert second.input_bytes == 8 * (3 * 8 * b + 2 * 8 * b + 8 * 8)
+    assert second.stash_bytes == 2 * 8 * 8 * b
+
+
+def test_a_recomputed_block_hands_over_more_than_it_saves() -> None:
+    """So a schedule with I and W is planned for with what is kept between the two."""
+    plain = small_gpt_step()
+    made = recompute(plain, [segment.name for segment in plain.segments])
+    cost = next(cost for cost in costs(made) if cost.name == "blocks.1").at(4)
+    assert cost.stash_bytes > 3 * cost.saved_bytes > 0

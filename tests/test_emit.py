@@ -26,10 +26,13 @@ from tests.models import GPT, MODELS
 
 
 @cache
-def program(name: str, mesh: tuple[tuple[str, int], ...], placement: str, microbatches: int) -> Program:
+def program(
+    name: str, mesh: tuple[tuple[str, int], ...], placement: str, microbatches: int, order: str = "1f1b"
+) -> Program:
     model, args, kwargs = MODELS[name]()
     segmented = segment(captured_step(model, read(model, args, kwargs), None, False, "direct"))
-    plan = solve(segmented, devices=Mesh(mesh).size, mesh=dict(mesh), placement=placement, microbatches=microbatches)
+    pins = {"placement": placement, "microbatches": microbatches, "schedule": order}
+    plan = solve(segmented, devices=Mesh(mesh).size, mesh=dict(mesh), **pins)
     return lower(segmented, plan)
 
 
@@ -37,6 +40,7 @@ GOLDEN = {
     "mlp_pp2_dp2_fsdp": ("mlp", (("pp", 2), ("dp", 2)), "fsdp", 3),
     "gpt_pp2_ddp": ("gpt", (("pp", 2),), "ddp", 6),
     "half_frozen_dp2_zero1": ("half_frozen", (("dp", 2),), "zero1", 1),
+    "mlp_pp2_zb_h1": ("mlp", (("pp", 2),), "ddp", 3, "zb-h1"),
 }
 
 

@@ -115,6 +115,7 @@ def gloo_cases(cases: list[tuple[Any, ...]]) -> int:
 TWO = [
     ("mlp", {"mesh": {"pp": 2}, "schedule": "gpipe", "microbatches": 3}, "adamw", "compile"),
     ("gpt", {"mesh": {"pp": 2}, "schedule": V}, "adamw", "direct"),
+    ("mlp", {"mesh": {"pp": 2}, "schedule": "zb-h1", "microbatches": 4}, "sgd", "direct"),
     ("gpt", {"mesh": {"dp": 2}, "placement": "zero1", "microbatches": 2}, "sgd", "direct"),
     ("half_frozen", {"mesh": {"dp": 2}, "placement": "fsdp", "microbatches": 2}, "adamw", "compile"),
     ("gpt2", {"mesh": {"dp": 2}, "placement": "zero2"}, "adamw", "direct"),

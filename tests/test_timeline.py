@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 import autopart
-from tests.models import MODELS
+from tests.models import MLP, MODELS
 
 
 def made() -> Any:
@@ -38,3 +39,25 @@ def test_refusals() -> None:
         autopart.simulate(program.plan, cluster)
     with pytest.raises(TypeError, match="expected a Program or a Plan, not str"):
         autopart.simulate("plan.json")
+
+
+def test_backwards_in_two_take_the_seconds_of_their_halves() -> None:
+    """On equal layers W, whose products are as large as those of I, fills idle time; the first stage has no I."""
+    torch.manual_seed(0)
+    model, args = MLP(width=64, layers=7).double(), (torch.randn(8, 64).double(), torch.randn(8, 3).double())
+    pins = {"mesh": {"pp": 4}, "microbatches": 8, "capture": "direct"}
+    plans = {name: autopart.plan(model, args, schedule=name, **pins) for name in ("1f1b", "zb-h1")}
+    found = {
+        name: autopart.simulate(autopart.compile(model, plan, args, capture="direct")) for name, plan in plans.items()
+    }
+    assert found["zb-h1"].makespan < found["1f1b"].makespan
+    assert plans["zb-h1"].prediction.step_seconds < plans["1f1b"].prediction.step_seconds
+
+    def spent(name: str, kind: str, stage: int) -> float:
+        spans = [s for s in found[name].spans if s.action.kind == kind and s.action.stage == stage]
+        return sum(span.end - span.start for span in spans)
+
+    assert spent("zb-h1", "I", 0) == 0 and spent("zb-h1", "W", 0) == pytest.approx(spent("1f1b", "B", 0))
+    for stage in (1, 2, 3):
+        halves = spent("zb-h1", "I", stage), spent("zb-h1", "W", stage)
+        assert min(halves) > 0.3 * sum(halves) and sum(halves) == pytest.approx(spent("1f1b", "B", stage), rel=0.2)

@@ -17,11 +17,13 @@ from autopart.api.plain import check_hooks
 from autopart.capture import NO_TARGET
 from autopart.capture.call import Call
 from autopart.codegen.shapes import Bodies
+from autopart.ir.action import Scheduled
 from autopart.ir.captured import Captured
 from autopart.ir.mesh import pieces
 from autopart.ir.plan import Plan
 from autopart.ir.program import Program
 from autopart.ir.segmented import Segmented
+from autopart.ir.staged import Staged
 from autopart.ir.state import State
 from autopart.passes.costs import costs
 from autopart.passes.emit import emit
@@ -36,6 +38,7 @@ from autopart.passes.segment import segment
 from autopart.passes.shard import shard
 from autopart.passes.slices import least_samples
 from autopart.passes.split import split
+from autopart.passes.split_backward import split_backward
 from autopart.passes.verify import verify
 from autopart.solver.choose import choose
 from autopart.solver.refine import reason, refine
@@ -101,22 +104,29 @@ def _chosen(segmented: Segmented, batch: int, pins: Pins) -> Plan:
 def predicted(segmented: Segmented, plan: Plan) -> Plan:
     """The plan with its traffic and memory counted on the graph."""
     _check_slices(segmented, plan)
-    staged = split(shard(recompute(segmented, plan.recompute)), plan)
-    lowered = scheduled(staged, plan)
+    staged, lowered = _staged(segmented, plan)
     return with_memory(with_traffic(plan, staged, lowered), staged, lowered)
 
 
 def lower(segmented: Segmented, plan: Plan, *, state: State | None = None, check: bool = True) -> Program:
-    """recompute, shard, split, schedule, emit and verify."""
+    """recompute, shard, split, schedule, split_backward, emit and verify."""
     _check_slices(segmented, plan)
     if plan.inputs == "local" and plan.mesh.degree("dp") > 1:
         check_sums(segmented.captured.inputs, segmented.captured.prologue)
-    staged = split(shard(recompute(segmented, plan.recompute)), plan, state=state)
+    staged, lowered = _staged(segmented, plan, state)
     bodies = Bodies()
-    program = emit(staged, scheduled(staged, plan), plan, bodies=bodies)
+    program = emit(staged, lowered, plan, bodies=bodies)
     if check:
         verify(program, bodies=bodies)
     return program
+
+
+def _staged(segmented: Segmented, plan: Plan, state: State | None = None) -> tuple[Staged, Scheduled]:
+    """recompute, shard, split, schedule and split_backward."""
+    staged = split(shard(recompute(segmented, plan.recompute)), plan, state=state)
+    lowered = scheduled(staged, plan)
+    largest = pieces(pieces(plan.batch, plan.mesh.degree("dp"))[0], plan.microbatches)[0]
+    return split_backward(staged, lowered.schedule, samples=largest), lowered
 
 
 def compile(

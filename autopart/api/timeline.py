@@ -8,17 +8,18 @@ from autopart.ir.plan import Plan
 from autopart.ir.program import Program
 from autopart.passes.costs import costs
 from autopart.schedules import Timeline, placed
-from autopart.solver.timing import segment_seconds
+from autopart.solver.timing import action_seconds, timeline
 
-_FORWARD = 1 / 3  # of a microbatch's seconds on a stage: a backward computes two gradients for each product
+_THIRD = 1 / 3  # of a microbatch's seconds on a stage: for each product of a forward, a backward has two gradients
 
 
 def simulate(program_or_plan: Program | Plan, cluster: Cluster | None = None) -> Timeline:
     """The timeline of one step's forwards and backwards, in seconds; collectives of the data axis are not in it.
 
     Of a Program, each stage's forward and backward are timed by the roofline of `solver.timing` on the `cluster` (by
-    default CPUs), at the plan's largest microbatch, and an edge takes its bytes over a link. Of a Plan alone they are
-    a third and two thirds of the seconds that it predicts, and edges take no time. Raises ValueError for a cluster with
+    default CPUs), at the plan's largest microbatch, and an edge takes its bytes over a link. So are the halves of a
+    backward that is in two. Of a Plan alone a forward is a third of the seconds that it predicts, as is each half of a
+    backward, and edges take no time. Raises ValueError for a cluster with
     a Plan, which has the costs of one cluster only, or one with too few devices; TypeError for anything else.
     """
     if isinstance(program_or_plan, Plan):
@@ -30,22 +31,22 @@ def simulate(program_or_plan: Program | Plan, cluster: Cluster | None = None) ->
         raise ValueError(f"cluster: {cluster.devices} devices are too few for the mesh {plan.mesh}")
     cluster = cluster or Cluster.preset("cpu", per_node=plan.mesh.size)
     samples = -(-plan.batch // (plan.mesh.degree("dp") * plan.microbatches))
-    times = {cost.name: segment_seconds(cost.at(samples), cluster) for cost in costs(staged.segmented)}
-    stages = [[times[segment.name] for segment in stage] for stage in staged.stages]
-    forward, backward = (tuple(sum(pair[i] for pair in stage) for stage in stages) for i in (0, 1))
+    numbers = {cost.name: cost.at(samples) for cost in costs(staged.segmented)}
+    stages = [[numbers[segment.name] for segment in stage] for stage in staged.stages]
+    seconds = [action_seconds(stage, cluster, first=False) for stage in stages]  # the graph knows which I is empty
     edge = max((edge.nbytes(samples) for edge in staged.edges), default=0)
     delay = cluster.link_latency + edge / cluster.link_bandwidth if edge else 0.0
     if program_or_plan.captured.training:
         built = schedules.make(plan.schedule, ranks=plan.mesh.degree("pp"), microbatches=plan.microbatches)
     else:
         built = placed.forwards(plan.place, plan.microbatches)
-    return schedules.simulate(built, costs={"F": forward, "B": backward}, comm=delay)
+    return timeline(built, seconds, delay)
 
 
 def _of_plan(plan: Plan, cluster: Cluster | None) -> Timeline:
     if cluster is not None:
         raise ValueError("cluster: a plan has the seconds of the cluster that it was made for; simulate a program")
     seconds = plan.prediction.stage_seconds
-    forward, backward = (tuple(share * each for each in seconds) for share in (_FORWARD, 1 - _FORWARD))
+    share = {"F": _THIRD, "B": 2 * _THIRD, "I": _THIRD, "W": _THIRD}
     built = schedules.make(plan.schedule, ranks=plan.mesh.degree("pp"), microbatches=plan.microbatches)
-    return schedules.simulate(built, costs={"F": forward, "B": backward})
+    return timeline(built, [{kind: part * each for kind, part in share.items()} for each in seconds])

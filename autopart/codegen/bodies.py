@@ -7,11 +7,22 @@ from dataclasses import dataclass
 
 from autopart.codegen.functions import function, tuple_of
 from autopart.codegen.layout import Layout
+from autopart.ir.action import Kind
+
+SUFFIX = {Kind.F: "forward", Kind.B: "backward", Kind.I: "backward_input", Kind.W: "backward_weight"}
+"""How the functions of bodies and stages are called after what they do."""
+
+_DOC = {
+    Kind.F: "Forward of {}.",
+    Kind.B: "Backward of {}.",
+    Kind.I: "Backward of {} for its inputs (dgrad).",
+    Kind.W: "Backward of {} for its weights (wgrad).",
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Bodies:
-    """The functions' lines, and the name of each layout's functions (``name_forward``, ``name_backward``)."""
+    """The functions' lines, and the name of each layout's functions (``name_forward`` and so on, see `SUFFIX`)."""
 
     lines: tuple[str, ...]
     names: dict[object, str]
@@ -28,9 +39,8 @@ def bodies(layouts: Iterable[Layout]) -> Bodies:
         name = names[item.variant] = _fresh(item.body.name, set(names.values()))
         users = [other.segment.name for other in layouts if other.variant == item.variant]
         doc = users[0] if len(users) == 1 else f"{users[0]} to {users[-1]}"
-        lines += ["", "", *_forward(item, name, doc)]
-        if item.body.backward is not None:
-            lines += ["", "", *_backward(item, name, doc)]
+        for kind in item.phases:
+            lines += ["", "", *_function(item, kind, name, doc)]
     return Bodies(tuple(lines), names)
 
 
@@ -43,35 +53,23 @@ def _fresh(wish: str, taken: set[str]) -> str:
     return name
 
 
-def _forward(item: Layout, name: str, doc: str) -> list[str]:
-    formals = ("b", "B", *item.values, *item.forward_fixed, *item.formals)
-    count = len(item.segment.outputs)
-    returned = list(item.body.forward.outputs[:count])
-    if item.segment.updates:
-        returned.append(tuple_of(item.body.forward.outputs[count:]))
-    if item.body.backward is not None:
-        returned.append(tuple_of(item.body.saved))
+def _function(item: Layout, kind: Kind, name: str, doc: str) -> list[str]:
+    """The function of one phase: it returns values, new values of buffers, what it keeps, gradients by unit."""
+    phase = item.phases[kind]
+    count = len(phase.gives)
+    returned = list(phase.function.outputs[:count])
+    if phase.updates:
+        returned.append(tuple_of(phase.function.outputs[count:]))
+    if phase.keeps is not None:
+        returned.append(tuple_of(phase.keeps))
+    if phase.gradients:
+        returned += [tuple_of(sources) for _, sources in item.gradients]
     return function(
-        f"{name}_forward",
-        formals,
-        item.body.forward.nodes,
+        f"{name}_{SUFFIX[kind]}",
+        ("b", "B", *item.inputs(kind)),
+        phase.function.nodes,
         ", ".join(returned) or "None",
-        doc=f"Forward of {doc}.",
+        doc=_DOC[kind].format(doc),
         prefix=item.segment.name.split("@")[0],
-    )
-
-
-def _backward(item: Layout, name: str, doc: str) -> list[str]:
-    assert item.body.backward is not None
-    formals = ("b", "B", *item.backward_inputs, *item.body.saved, *item.backward_fixed, *item.formals)
-    returned = list(item.body.backward.outputs[: len(item.segment.backward_outputs)])
-    returned += [tuple_of(sources) for _, sources in item.gradients]
-    return function(
-        f"{name}_backward",
-        formals,
-        item.body.backward.nodes,
-        ", ".join(returned) or "None",
-        doc=f"Backward of {doc}.",
-        prefix=item.segment.name.split("@")[0],
-        recomputes=any(not node.backward for node in item.body.backward.nodes),
+        recomputes=kind is not Kind.F and any(not node.backward for node in phase.function.nodes),
     )

@@ -88,9 +88,9 @@ def stage_graphs(program: Program) -> tuple[StageGraphs, ...]:
     for number, stage in enumerate(plan.stages):
         source = program.ranks[stage.ranks[0]].source
         forward = _trace(program, source, f"stage{number}_forward", size, modules)
-        backward = f"stage{number}_backward"
-        traced = _trace(program, source, backward, size, modules) if f"def {backward}(" in source else None
-        stages.append(StageGraphs(forward, traced))
+        names = (f"stage{number}_{what}" for what in ("backward", "backward_input", "backward_weight"))
+        found = (_trace(program, source, n, size, modules) if f"def {n}(" in source else None for n in names)
+        stages.append(StageGraphs(forward, *found))
     return tuple(stages)
 
 
@@ -117,8 +117,8 @@ def _trace(
     )
     function = namespace[name]
     formals = function.__code__.co_varnames[3 : function.__code__.co_argcount]
-    # The saved values are a list that the backward pops from its end: one placeholder, indexed from there.
-    args = [_Popped(placeholder(label)) if label == "saved" else placeholder(label) for label in formals]
+    # What was kept is a list: one placeholder, indexed from the end that it is taken from.
+    args = [_Popped(placeholder(label)) if label in ("saved", "stash") else placeholder(label) for label in formals]
     with torch.no_grad():
         result = function(world, inputs, 0, *args)
     graph.output(_plain(result))
@@ -127,18 +127,18 @@ def _trace(
 
 
 class _Popped:
-    """A traced stack of saved tuples: every `pop` is the next one from its end."""
+    """A traced list of saved tuples: every `pop` is the next one from its end, or from its beginning."""
 
     def __init__(self, proxy: Any) -> None:
         self.proxy, self.count = proxy, 0
 
-    def pop(self) -> Any:
+    def pop(self, place: int = -1) -> Any:
         self.count += 1
-        return _Unpacked(self.proxy[-self.count])
+        return _Unpacked(self.proxy[self.count - 1 if place == 0 else -self.count])
 
 
 class _Unpacked:
-    """``*saved.pop()``: as many values as the body called with it takes; resolved at the call."""
+    """``*saved.pop()`` or ``*stash.pop(0)``: as many values as the body called with it takes; resolved at the call."""
 
     def __init__(self, proxy: Any) -> None:
         self.proxy = proxy

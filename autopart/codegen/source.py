@@ -29,16 +29,15 @@ def code(staged: Staged, scheduled: Scheduled, plan: Plan, column: int) -> str:
     """What follows the header in the source of the ranks at place `column` on pp."""
     degree, held = plan.mesh.degree("dp"), _held(scheduled, column)
     homes = staged.state.homes()
-    layouts = {s: [layout(x, staged.segmented, homes) for x in staged.stages[s]] for s in held}
+    layouts = {s: [layout(x, staged.segmented, homes, staged.kinds(s)) for x in staged.stages[s]] for s in held}
     text = bodies(item for s in held for item in layouts[s])
     local = plan.inputs == "local"
     lines = [*_prologue(staged, held, local and degree > 1), *text.lines, *edges(staged, held)]
     for s in held:
-        lines += stage_text.forward(staged, s, layouts[s], text.names, degree)
-        if any(item.body.backward is not None for item in layouts[s]):
-            completed = staged.completed(s, degree, scheduled.unfinished(s))
-            last = scheduled.last_backward(s)
-            lines += stage_text.backward(staged, s, layouts[s], text.names, degree, completed, last)
+        completed = staged.completed(s, degree, scheduled.unfinished(s))
+        last = scheduled.last_backward(s)
+        for kind in staged.kinds(s):
+            lines += stage_text.function_of(staged, s, kind, layouts[s], text.names, degree, completed, last)
     lines += step(staged, scheduled, column, degree, local=local)
     return _joined(lines)
 
@@ -85,8 +84,7 @@ def _header(staged: Staged, scheduled: Scheduled, plan: Plan, rank: int, held: S
 
 def _prologue(staged: Staged, held: Sequence[int], local: bool) -> list[str]:
     captured = staged.segmented.captured
-    wanted = any(stage_text.stage_prologue(staged, s, backward=back) for s in held for back in (False, True))
-    if not wanted:
+    if not any(stage_text.stage_prologue(staged, s, kind) for s in held for kind in staged.kinds(s)):
         return []
     formals = [*(["b", "B"] if local else ["B"]), *(name for _, _, name in prologue_inputs(staged))]
     results = ", ".join(item.value.name for item in captured.of_kind("prologue"))

@@ -7,12 +7,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, pairwise
 
+from autopart.codegen.bodies import SUFFIX
 from autopart.codegen.functions import call, tuple_of
 from autopart.codegen.layout import Layout
 from autopart.codegen.roll import template
+from autopart.ir.action import Kind
 from autopart.ir.captured import describe
 from autopart.ir.graph import Input, Value
 from autopart.ir.names import RESERVED, identifier
+from autopart.ir.segmented import Segment
 from autopart.ir.staged import Edge, Staged
 from autopart.ir.state import Unit
 
@@ -51,64 +54,80 @@ class _Writer:
         return name
 
 
-def forward(
-    staged: Staged, stage: int, layouts: Sequence[Layout], names: Mapping[object, str], degree: int
-) -> list[str]:
-    """``stageN_forward(world, batch, k, edges..., prologue...) -> edges..., outputs..., saved``."""
-    given = _parameters(layouts, degree)
-    uses = [_forward_use(item, names, each) for item, each in zip(layouts, given, strict=True)]
-    edges_in, edges_out = staged.into(stage, forward=True), staged.out_of(stage, forward=True)
-    outputs = stage_outputs(staged, stage)
-    writer = _Writer({}, frozenset([*(v.name for e in edges_out for v in e.values), *outputs]))
-    prologue = stage_prologue(staged, stage, backward=False)
-    lines = _head(staged, f"stage{stage}_forward", edges_in, (), prologue, writer, degree)
-    lines += _inputs(staged, uses, writer)
-    saves = any(item.body.backward is not None for item in layouts)
-    lines += ["    saved = []"] if saves else []
-    _write(uses, writer)
-    returned = [tuple_of(writer.env[value.name] for value in edge.values) for edge in edges_out]
-    returned += [writer.env[name] for name in outputs] + (["saved"] if saves else [])
-    return [*lines, *writer.lines, f"    return {', '.join(returned)}"]
-
-
-def backward(
+def function_of(
     staged: Staged,
     stage: int,
+    kind: Kind,
     layouts: Sequence[Layout],
     names: Mapping[object, str],
     degree: int,
     completed: Mapping[str, tuple[Unit, ...]],
     last: int,
 ) -> list[str]:
-    """``stageN_backward(world, batch, k, saved, edges..., prologue...) -> edges..., gradients of inputs...``.
+    """A stage's function for one kind of action; the backward's are ``[]`` where they would do nothing.
 
-    After `saved` come `tangents` where the stage makes outputs of a step without a loss. The backward of microbatch
-    `last` completes the gradients of the units in `completed`, by segment, whose reduction begins as soon as each is
-    there.
+    ``stageN_forward(world, batch, k, edges..., prologue...) -> edges..., outputs..., saved``
+    ``stageN_backward(world, batch, k, saved, edges..., prologue...) -> edges..., gradients of inputs...``
+    ``stageN_backward_input(...)`` is the same, and returns the ``stash`` too, which is what
+    ``stageN_backward_weight(world, batch, k, stash, prologue...)`` takes.
+
+    Where no gradient leaves the stage, it is the latter that takes all that a backward does. After `saved` come
+    `tangents` where the stage makes outputs of a step without a loss. The backward (or W) of microbatch `last`
+    completes the gradients of the units in `completed`, by segment, whose reduction begins as soon as each is there.
     """
-    rows = [item for item in reversed(layouts) if item.body.backward is not None]
+    rows = [item for item in (layouts if kind is Kind.F else reversed(layouts)) if kind in item.phases]
+    if kind is not Kind.F and not rows:
+        return []
+    completed = completed if any(item.phases[kind].gradients for item in rows) else {}
+    taken, kept = stores_of(staged, stage, kind)
     uses = [
-        _backward_use(item, names, degree, each, completed.get(item.segment.name, ()))
-        for item, each in zip(rows, _parameters(rows, degree), strict=True)
+        _use(item, kind, names, degree, each, completed.get(item.segment.name, ()), taken, kept)
+        for item, each in zip(rows, _parameters(rows, kind, degree), strict=True)
     ]
-    edges_in, edges_out = staged.into(stage, forward=False), staged.out_of(stage, forward=False)
-    gradients = stage_input_gradients(staged, stage)
-    writer = _Writer({}, frozenset([*(v.name for e in edges_out for v in e.values), *gradients]))
-    prologue = stage_prologue(staged, stage, backward=True)
-    given = ("saved", "tangents") if takes_tangents(staged, stage) else ("saved",)
-    lines = _head(staged, f"stage{stage}_backward", edges_in, given, prologue, writer, degree)
+    edges_in, edges_out = stage_edges(staged, stage, kind)
+    results = stage_results(staged, stage, kind)
+    writer = _Writer({}, frozenset([*(v.name for e in edges_out for v in e.values), *results]))
+    prologue = stage_prologue(staged, stage, kind)
+    given = [taken] * bool(taken) + ["tangents"] * takes_tangents(staged, stage, kind)
+    lines = _head(staged, f"stage{stage}_{SUFFIX[kind]}", edges_in, given, prologue, writer, degree)
     if completed:
         lines.append(f"    last = k == {last}  # then gradients are complete, and each begins to be reduced")
-    lines += [_tangent(staged, item, writer) for item in stage_tangents(staged, stage)]
+    lines += _inputs(staged, uses, writer)
+    lines += [_tangent(staged, item, writer) for item in stage_tangents(staged, stage, kind)]
+    lines += [f"    {kept} = []"] if kept else []
     _write(uses, writer)
     returned = [tuple_of(writer.env[value.name] for value in edge.values) for edge in edges_out]
-    returned += [writer.env[name] for name in gradients]
-    return [*lines, *writer.lines, *([f"    return {', '.join(returned)}"] if returned else [])]
+    returned += [writer.env[name] for name in results] + [kept] * bool(kept)
+    return [*lines, *writer.lines, *([f"    return {', '.join(returned)}"] if returned or kind is Kind.F else [])]
 
 
-def takes_tangents(staged: Staged, stage: int) -> bool:
-    """Whether a stage's backward is given the gradients of outputs."""
-    return staged.segmented.captured.deferred and bool(stage_tangents(staged, stage))
+def stores_of(staged: Staged, stage: int, kind: Kind) -> tuple[str, str]:
+    """What a stage's function takes of what an earlier one kept, and what it keeps itself; "" for nothing."""
+    keeps = any(phase.keeps is not None for _, phase in staged.phases(stage, kind))
+    if kind is Kind.F:
+        return "", "saved" if keeps else ""
+    return "saved" if staged.enters(stage, kind) else "stash", "stash" if keeps else ""
+
+
+def stage_edges(staged: Staged, stage: int, kind: Kind) -> tuple[tuple[Edge, ...], tuple[Edge, ...]]:
+    """The edges of which a stage's function takes the values, and those that it makes the values for."""
+    if kind is Kind.F:
+        return staged.into(stage, forward=True), staged.out_of(stage, forward=True)
+    if staged.enters(stage, kind):
+        return staged.into(stage, forward=False), staged.out_of(stage, forward=False)
+    return (), ()
+
+
+def stage_results(staged: Staged, stage: int, kind: Kind) -> tuple[str, ...]:
+    """The outputs of the step, or the gradients of inputs, that a stage's function returns."""
+    if kind is Kind.F:
+        return stage_outputs(staged, stage)
+    return stage_input_gradients(staged, stage) if staged.enters(stage, kind) else ()
+
+
+def takes_tangents(staged: Staged, stage: int, kind: Kind) -> bool:
+    """Whether a stage's function is given the gradients of outputs."""
+    return staged.segmented.captured.deferred and bool(stage_tangents(staged, stage, kind))
 
 
 def _tangent(staged: Staged, item: Input, writer: _Writer) -> str:
@@ -138,21 +157,16 @@ def stage_input_gradients(staged: Staged, stage: int) -> tuple[str, ...]:
     return tuple(out.name for out in outputs if out.kind == "input_grad" and out.name in made)
 
 
-def stage_tangents(staged: Staged, stage: int) -> tuple[Input, ...]:
-    """The gradients of outputs, and of the loss, that a stage's backward begins with."""
-    read = {name for segment in staged.stages[stage] for name in segment.backward_inputs}
+def stage_tangents(staged: Staged, stage: int, kind: Kind) -> tuple[Input, ...]:
+    """The gradients of outputs, and of the loss, that a stage's function begins with."""
+    read = {name for _, phase in staged.phases(stage, kind) for name in phase.takes}
     return tuple(item for item in staged.segmented.captured.of_kind("tangent") if item.value.name in read)
 
 
-def stage_prologue(staged: Staged, stage: int, *, backward: bool) -> tuple[str, ...]:
+def stage_prologue(staged: Staged, stage: int, kind: Kind) -> tuple[str, ...]:
     """The prologue values that a stage's function reads."""
     kinds = {item.value.name: item.kind for item in staged.segmented.captured.inputs}
-    read = [
-        name
-        for segment in staged.stages[stage]
-        for name in (segment.backward_fixed if backward else segment.forward_fixed)
-        if kinds[name] == "prologue"
-    ]
+    read = [name for _, phase in staged.phases(stage, kind) for name in phase.fixed if kinds[name] == "prologue"]
     return tuple(dict.fromkeys(read))
 
 
@@ -208,58 +222,58 @@ def _inputs(staged: Staged, uses: Sequence[Use], writer: _Writer) -> list[str]:
     return lines
 
 
-def _forward_use(item: Layout, names: Mapping[object, str], parameters: Sequence[str]) -> Use:
-    segment, saves = item.segment, item.body.backward is not None
-    updates = tuple(
-        f'world.update_buffer("{target}", updated[{position}])' for position, target in enumerate(segment.updates)
-    )
-    return Use(
-        name=f"{names[item.variant]}_forward",
-        takes=segment.values,
-        arguments=(*_fixed(segment.forward_fixed, item), *parameters),
-        gives=segment.outputs,
-        variables=tuple(_numbered(segment.name, i, len(segment.outputs)) for i in range(len(segment.outputs))),
-        extra=("updated",) * bool(updates) + ("kept",) * saves,
-        after=(*updates, *(("saved.append(kept)",) if saves else ())),
-        place=_place(segment.name),
-    )
-
-
-def _backward_use(
-    item: Layout, names: Mapping[object, str], degree: int, parameters: Sequence[str], completed: Sequence[Unit]
+def _use(
+    item: Layout,
+    kind: Kind,
+    names: Mapping[object, str],
+    degree: int,
+    parameters: Sequence[str],
+    completed: Sequence[Unit],
+    taken: str,
+    kept: str,
 ) -> Use:
-    segment = item.segment
-    extra = tuple(_numbered("grads", i, len(item.gradients)) for i in range(len(item.gradients)))
-    after = tuple(
+    """A segment's call in a stage's function, which takes what was kept from the list `taken`, and keeps in `kept`."""
+    segment, phase = item.segment, item.phases[kind]
+    # What the forward saved is taken from its end; what one backward stashes, another takes in the same order.
+    source = (f"*{taken}.pop({'0' * (taken == 'stash')})",) * bool(taken)
+    grads = [_numbered("grads", i, len(item.gradients)) for i in range(len(item.gradients) * bool(phase.gradients))]
+    after = [f'world.update_buffer("{target}", updated[{i}])' for i, target in enumerate(phase.updates)]
+    after += [f"{kept}.append(kept)"] * (phase.keeps is not None)
+    after += [
         f'world.reduce_scatter("{unit.name}", {name}, axis="dp")'
         if unit.reduced_at_once(degree)
         else f'world.accumulate("{unit.name}", {name})'
-        for (unit, _), name in zip(item.gradients, extra, strict=True)
-    )
+        for (unit, _), name in zip(item.gradients, grads, strict=False)
+    ]
     for unit in completed:
         call = "reduce_scatter" if unit.updated_in_parts(degree) else "all_reduce"
-        after += ("if last:", f'    world.{call}("{unit.name}", axis="dp")')
+        after += ["if last:", f'    world.{call}("{unit.name}", axis="dp")']
     return Use(
-        name=f"{names[item.variant]}_backward",
-        takes=segment.backward_inputs,
-        arguments=("*saved.pop()", *_fixed(segment.backward_fixed, item), *parameters),
-        gives=segment.backward_outputs,
-        variables=tuple(
-            f"d_{segment.name}_{i}" if i else f"d_{segment.name}" for i in range(len(segment.backward_outputs))
-        ),
-        extra=extra,
-        after=after,
+        name=f"{names[item.variant]}_{SUFFIX[kind]}",
+        takes=phase.takes,
+        arguments=(*source, *_fixed(phase.fixed, item), *parameters),
+        gives=phase.gives,
+        variables=tuple(_result(segment, kind, i, len(phase.gives)) for i in range(len(phase.gives))),
+        extra=(*("updated",) * bool(phase.updates), *("kept",) * (phase.keeps is not None), *grads),
+        after=tuple(after),
         place=_place(segment.name),
     )
 
 
-def _parameters(layouts: Sequence[Layout], degree: int) -> list[tuple[str, ...]]:
+def _result(segment: Segment, kind: Kind, position: int, count: int) -> str:
+    """A name for a value that a segment's function returns."""
+    if kind is Kind.F:
+        return _numbered(segment.name, position, count)
+    return f"d_{segment.name}_{position}" if position else f"d_{segment.name}"
+
+
+def _parameters(layouts: Sequence[Layout], kind: Kind, degree: int) -> list[tuple[str, ...]]:
     """The source of the parameters that each segment is given, in the order in which the segments are called.
 
     Each gather names the one that is begun when it is done, to go on while the segment computes.
     """
-    gathered = [unit.name for item in layouts for unit in item.units if unit.gathered(degree)]
-    following = iter([*gathered[1:], ""])
+    given = [[unit for unit, _ in item.given(kind)] for item in layouts]
+    following = iter([*[unit.name for units in given for unit in units if unit.gathered(degree)][1:], ""])
 
     def source(unit: Unit) -> str:
         if not unit.gathered(degree):
@@ -267,7 +281,7 @@ def _parameters(layouts: Sequence[Layout], degree: int) -> list[tuple[str, ...]]
         then = next(following)
         return f'*world.all_gather("{unit.name}", axis="dp"' + (f', then="{then}")' if then else ")")
 
-    return [tuple(source(unit) for unit in item.units) for item in layouts]
+    return [tuple(source(unit) for unit in units) for units in given]
 
 
 def _fixed(names: Sequence[str], item: Layout) -> Iterator[str]:

@@ -6,9 +6,18 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
+from autopart.codegen.bodies import SUFFIX
 from autopart.codegen.functions import call
 from autopart.codegen.roll import Loop, periodic, template
-from autopart.codegen.stages import stage_input_gradients, stage_outputs, stage_prologue, takes_tangents
+from autopart.codegen.stages import (
+    stage_edges,
+    stage_input_gradients,
+    stage_outputs,
+    stage_prologue,
+    stage_results,
+    stores_of,
+    takes_tangents,
+)
 from autopart.ir.action import COMPUTE, Action, Kind, Scheduled
 from autopart.ir.graph import Output, Size, Value
 from autopart.ir.staged import Staged, averaged
@@ -91,8 +100,7 @@ def _spec(value: Value) -> str:
 
 
 def _prologue(staged: Staged, stages: Sequence[int], local: bool) -> list[str]:
-    wanted = {name for s in stages for back in (False, True) for name in stage_prologue(staged, s, backward=back)}
-    if not wanted:
+    if not any(stage_prologue(staged, s, kind) for s in stages for kind in staged.kinds(s)):
         return []
     names = [item.target for item in staged.segmented.captured.of_kind("prologue")]
     args = ["batch.samples", "batch.size"] if local else ["batch.size"]
@@ -121,16 +129,12 @@ def _edge(source: int, target: int) -> str:
 
 
 def _stores(staged: Staged, stages: Sequence[int]) -> list[str]:
-    lines = [f"    saved_{s} = world.store()" for s in stages if saves(staged, s)]
+    kept = [f"{name}_{s}" for s in stages for kind in staged.kinds(s) if (name := stores_of(staged, s, kind)[1])]
+    lines = [f"    {name} = world.store()" for name in kept]
     for edge in (e for e in staged.edges if e.source in stages or e.target in stages):
         local = "  # from stage to stage on this rank" if edge.source in stages and edge.target in stages else ""
         lines.append(f"    {_edge(edge.source, edge.target)} = world.store(){local}")
     return lines
-
-
-def saves(staged: Staged, stage: int) -> bool:
-    """Whether a stage keeps anything for a backward."""
-    return any(staged.segmented.bodies[s.body].backward is not None for s in staged.stages[stage])
 
 
 def _schedule(staged: Staged, row: Sequence[Action]) -> list[str]:
@@ -163,32 +167,31 @@ def _action(staged: Staged, action: Action, k: str, indent: str) -> list[str]:
         case Kind.RECV:
             like, edge = f"edge_{peer}_{stage}(batch.sizes[{k}])", _edge(peer, stage)
             return [f"{indent}{edge}[{k}] = world.recv({like}, stage={stage}, source={peer}, microbatch={k})"]
-        case Kind.F | Kind.B:
-            body = _forward(staged, stage, k) if action.kind is Kind.F else _backward(staged, stage, k)
+        case Kind.F | Kind.B | Kind.I | Kind.W:
+            body = _compute(staged, stage, action.kind, k)
             head = f'{indent}with world.action("{action.kind}", stage={stage}, microbatch={k}):'
             return [head, *(f"{indent}    {line}" for line in body)]
         case _:
             raise AssertionError(f"no text for {action}")
 
 
-def _forward(staged: Staged, stage: int, k: str) -> list[str]:
-    results = [f"{_edge(stage, e.target)}[{k}]" for e in staged.out_of(stage, forward=True)]
-    results += [f"{name}[{k}]" for name in stage_outputs(staged, stage)]
-    results += [f"saved_{stage}[{k}]"] if saves(staged, stage) else []
-    args = ["world", "batch", k, *(f"{_edge(e.source, stage)}.pop({k})" for e in staged.into(stage, forward=True))]
-    args += stage_prologue(staged, stage, backward=False)
-    return call(f"{', '.join(results)} = stage{stage}_forward", args, "")
-
-
-def _backward(staged: Staged, stage: int, k: str) -> list[str]:
-    if not saves(staged, stage):
-        return ["pass  # nothing here is trained"]
-    results = [f"{_edge(stage, e.target)}[{k}]" for e in staged.out_of(stage, forward=False)]
-    results += [f"{name}[{k}]" for name in stage_input_gradients(staged, stage)]
-    args = ["world", "batch", k, f"saved_{stage}.pop({k})", *(["tangents"] if takes_tangents(staged, stage) else [])]
-    args += [f"{_edge(e.source, stage)}.pop({k})" for e in staged.into(stage, forward=False)]
-    args += stage_prologue(staged, stage, backward=True)
-    return call((f"{', '.join(results)} = " if results else "") + f"stage{stage}_backward", args, "")
+def _compute(staged: Staged, stage: int, kind: Kind, k: str) -> list[str]:
+    """The call of a stage's function: from its stores, to its stores."""
+    if kind is not Kind.F and not staged.phases(stage, kind):
+        later = kind is Kind.I and staged.phases(stage, Kind.W)
+        return [
+            f"pass  # {'no gradient leaves this stage: its backward is all W' if later else 'nothing here is trained'}"
+        ]
+    taken, kept = stores_of(staged, stage, kind)
+    edges_in, edges_out = stage_edges(staged, stage, kind)
+    results = [f"{_edge(stage, edge.target)}[{k}]" for edge in edges_out]
+    results += [f"{name}[{k}]" for name in stage_results(staged, stage, kind)]
+    results += [f"{kept}_{stage}[{k}]"] * bool(kept)
+    args = ["world", "batch", k, *([f"{taken}_{stage}.pop({k})"] if taken else [])]
+    args += ["tangents"] * takes_tangents(staged, stage, kind)
+    args += [f"{_edge(edge.source, stage)}.pop({k})" for edge in edges_in]
+    args += stage_prologue(staged, stage, kind)
+    return call((f"{', '.join(results)} = " if results else "") + f"stage{stage}_{SUFFIX[kind]}", args, "")
 
 
 def _reductions(
@@ -293,7 +296,11 @@ def _results(staged: Staged, stages: Sequence[int], wanted: Iterable[Output]) ->
 
 def _phases(row: Sequence[Action]) -> str:
     """The row in a line: how many forwards and backwards come before, during and after their taking turns."""
-    kinds = "".join("F" if action.kind is Kind.F else "B" for action in row if action.kind in COMPUTE)
+    kinds = "".join(action.kind for action in row if action.kind in COMPUTE)
+    if "W" in kinds:
+        told = {"F": "forward", "B": "whole backward", "I": "backward for inputs", "W": "backward for weights"}
+        parts = [_counted(kinds.count(kind), name) for kind, name in told.items() if kind in kinds]
+        return f"{', '.join(parts[:-1])} and {parts[-1]}."
     if "B" not in kinds:
         return f"{_counted(len(kinds), 'forward')}."
     first, last = kinds.index("B"), len(kinds) - 1 - kinds.rindex("F")
@@ -310,4 +317,5 @@ def _phases(row: Sequence[Action]) -> str:
 
 
 def _counted(count: int, what: str) -> str:
-    return f"{count} {what}{'s' * (count != 1)}"
+    """``2 backwards for inputs``."""
+    return f"{count} {what.replace('ward', 'wards', 1) if count != 1 else what}"

@@ -197,7 +197,7 @@ class Scheduled:
     table: tuple[tuple[Action, ...], ...]
 
     def last_backward(self, stage: int) -> int:
-        """The microbatch whose backward a stage performs last, after which its gradients are complete; -1 for none."""
+        """The microbatch whose B or W a stage performs last, after which its gradients are complete; -1 for none."""
         done = [a.microbatch for a in self.table[self.schedule.place[stage]] if a.stage == stage and a.kind in ENDS]
         return done[-1] if done else -1
 

@@ -19,6 +19,9 @@ EXPRESSIONS = (
     "saved_bytes",
     "boundary_bytes",
     "recomputed_bytes",
+    "input_flops",
+    "input_bytes",
+    "stash_bytes",
 )
 """The fields of a cost that depend on the microbatch size."""
 
@@ -59,6 +62,9 @@ class SegmentCost:
     boundary_bytes: sympy.Expr  # values that flow in from earlier segments
     tied: tuple[Tied, ...] = ()
     recomputed_bytes: sympy.Expr = 0  # activations that the backward makes again, alive while it runs
+    input_flops: sympy.Expr = 0  # those of the backward's that are for the inputs (I), the rest for the weights (W)
+    input_bytes: sympy.Expr = 0  # likewise of its bytes
+    stash_bytes: sympy.Expr = 0  # activations and gradients kept from I to W
 
     def __post_init__(self) -> None:
         if not 0 <= self.trainable_bytes <= self.parameter_bytes:
@@ -100,6 +106,9 @@ class SegmentNumbers:
     trainable_bytes: int
     tied: tuple[Tied, ...] = ()
     recomputed_bytes: int = 0
+    input_flops: int = 0
+    input_bytes: int = 0
+    stash_bytes: int = 0
 
     def __post_init__(self) -> None:
         for field in fields(self):

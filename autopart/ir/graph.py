@@ -8,7 +8,7 @@ is a field.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -205,6 +205,16 @@ def _form(arg: Arg, reads: list[str]) -> Arg:
         reads.append(arg.name)
         return Ref
     return type(arg), arg
+
+
+def ancestors(nodes: Sequence[Node], wanted: Iterable[str]) -> tuple[tuple[Node, ...], set[str]]:
+    """The nodes that some values need, in order, and every name that is needed on the way, theirs among them."""
+    needed, found = set(wanted), []
+    for node in reversed(nodes):
+        if not needed.isdisjoint(node.names()):
+            needed.update(node.refs())
+            found.append(node)
+    return tuple(reversed(found)), needed
 
 
 def refs(arg: Arg) -> Iterator[str]:

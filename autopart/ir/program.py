@@ -34,10 +34,16 @@ class RankProgram:
 
 @dataclass(frozen=True, slots=True)
 class StageGraphs:
-    """One stage as FX graphs, traced from the text: calls of shared body modules between the collectives."""
+    """One stage as FX graphs, traced from the text: calls of shared body modules between the collectives.
+
+    None for what its text does not have: a backward is whole, or in two (for inputs, for weights), or there is nothing
+    to do in it.
+    """
 
     forward: torch.fx.GraphModule
-    backward: torch.fx.GraphModule | None
+    backward: torch.fx.GraphModule | None = None
+    backward_input: torch.fx.GraphModule | None = None
+    backward_weight: torch.fx.GraphModule | None = None
 
 
 @dataclass(frozen=True, slots=True)

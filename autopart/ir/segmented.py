@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from autopart.ir.action import Kind
 from autopart.ir.captured import Captured
 from autopart.ir.graph import Node, Value
 
@@ -17,19 +18,52 @@ class Function:
     outputs: tuple[str, ...]
 
 
+def defined(function: Function) -> dict[str, Value]:
+    """Every value of a function by its local name: its inputs and what its nodes make."""
+    made = (out for node in function.nodes for out in node.outs if out is not None)
+    return {value.name: value for value in (*function.inputs, *made)}
+
+
+@dataclass(frozen=True, slots=True)
+class Halves:
+    """A backward in two: `input` (I) makes the gradients that leave the stage, `weight` (W) all others.
+
+    ``input(gradients, saved, fixed, parameters) -> (gradients, stash)`` and ``weight(gradients, stash, fixed,
+    parameters) -> (gradients, parameter gradients)``. `stash` names what `weight` takes of what `input` was given or
+    made. Where no gradient leaves the stage there is no `input`, and the stash is what the forward saved; there is no
+    `weight` where nothing is left for it.
+    """
+
+    input: Function | None
+    stash: tuple[str, ...]
+    weight: Function | None
+
+
 @dataclass(frozen=True, slots=True)
 class Body:
     """The code of one or more segments.
 
     ``forward(values, fixed, parameters) -> (outputs, updates, saved)`` and ``backward(gradients, saved, fixed,
     parameters) -> (gradients, parameter gradients)``; each list in the order of the segments' tuples of the same
-    meaning. `saved` names, in the forward's local names, what the backward reads.
+    meaning. `saved` names, in the forward's local names, what the backward reads. `halves` are there where it is
+    performed in two actions.
     """
 
     name: str
     forward: Function
     saved: tuple[str, ...]
     backward: Function | None
+    halves: Halves | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Half:
+    """What one half of a segment's backward reads and hands on, each as the segment's field of the same name says."""
+
+    inputs: tuple[str, ...] = ()
+    fixed: tuple[str, ...] = ()
+    parameters: tuple[str, ...] = ()
+    outputs: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +73,8 @@ class Segment:
     `fixed` are what comes neither from other segments nor from the caller: buffers, constants, prologue values, draws.
     `forward_parameters` and `backward_parameters` are targets, in the order of the body's formals. `gradients` pairs
     each parameter gradient that the backward returns, after the `backward_outputs`, with its parameter; `updates` are
-    the buffers of which the forward returns the new values, after the `outputs`.
+    the buffers of which the forward returns the new values, after the `outputs`. `halves` are those of I and of W,
+    where the body has them; all parameter gradients are W's.
     """
 
     name: str
@@ -54,11 +89,34 @@ class Segment:
     backward_parameters: tuple[str, ...] = ()
     backward_outputs: tuple[str, ...] = ()
     gradients: tuple[str, ...] = ()
+    halves: tuple[Half, Half] | None = None
 
     @property
     def parameters(self) -> tuple[str, ...]:
         """Every parameter that is read or given a gradient, in order of first use."""
         return tuple(dict.fromkeys((*self.forward_parameters, *self.backward_parameters, *self.gradients)))
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """What one segment does in an action of one kind, and what its `function` takes and returns there.
+
+    It takes, in this order: values that other segments made (`takes`, by name in the whole graph), what an earlier
+    action of the segment kept for it (`kept`, by local name), `fixed` and `parameters`. It returns values (`gives`),
+    new values of buffers (`updates`), what it keeps for a later action (`keeps`, None where there is none to come), and
+    parameter `gradients`. It is given the units of the parameters `reads` as they are, whole.
+    """
+
+    function: Function
+    takes: tuple[str, ...]
+    kept: tuple[str, ...]
+    fixed: tuple[str, ...]
+    parameters: tuple[str, ...]
+    reads: tuple[str, ...]
+    gives: tuple[str, ...]
+    updates: tuple[str, ...] = ()
+    keeps: tuple[str, ...] | None = None
+    gradients: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +127,21 @@ class Segmented:
     bodies: tuple[Body, ...]
     segments: tuple[Segment, ...]
 
+    def phase(self, segment: Segment, kind: Kind) -> Phase | None:
+        """What a segment does in a forward (F), a backward (B) or half of one (I, W); None if nothing."""
+        body = self.bodies[segment.body]
+        match kind:
+            case Kind.F:
+                return _forward(segment, body)
+            case Kind.B:
+                return _backward(segment, body)
+            case Kind.I:
+                return _input_half(segment, body)
+            case Kind.W:
+                return _weight_half(segment, body)
+            case _:
+                raise AssertionError(f"a segment does nothing in {kind}")
+
     def __str__(self) -> str:
         """A line a segment: name, body, number of forward and backward nodes."""
         lines = []
@@ -77,3 +150,64 @@ class Segmented:
             backward = len(body.backward.nodes) if body.backward is not None else 0
             lines.append(f"{segment.name}: {body.name}, {len(body.forward.nodes)} forward, {backward} backward nodes")
         return "\n".join(lines)
+
+
+def _forward(segment: Segment, body: Body) -> Phase:
+    return Phase(
+        function=body.forward,
+        takes=segment.values,
+        kept=(),
+        fixed=segment.forward_fixed,
+        parameters=segment.forward_parameters,
+        reads=segment.parameters,
+        gives=segment.outputs,
+        updates=segment.updates,
+        keeps=None if body.backward is None else body.saved,
+    )
+
+
+def _backward(segment: Segment, body: Body) -> Phase | None:
+    if body.backward is None:
+        return None
+    return Phase(
+        function=body.backward,
+        takes=segment.backward_inputs,
+        kept=body.saved,
+        fixed=segment.backward_fixed,
+        parameters=segment.backward_parameters,
+        reads=segment.parameters,
+        gives=segment.backward_outputs,
+        gradients=segment.gradients,
+    )
+
+
+def _input_half(segment: Segment, body: Body) -> Phase | None:
+    if body.halves is None or body.halves.input is None or segment.halves is None:
+        return None
+    half = segment.halves[0]
+    return Phase(
+        function=body.halves.input,
+        takes=half.inputs,
+        kept=body.saved,
+        fixed=half.fixed,
+        parameters=half.parameters,
+        reads=half.parameters,
+        gives=half.outputs,
+        keeps=None if body.halves.weight is None else body.halves.stash,
+    )
+
+
+def _weight_half(segment: Segment, body: Body) -> Phase | None:
+    if body.halves is None or body.halves.weight is None or segment.halves is None:
+        return None
+    half = segment.halves[1]
+    return Phase(
+        function=body.halves.weight,
+        takes=half.inputs,
+        kept=body.halves.stash,
+        fixed=half.fixed,
+        parameters=half.parameters,
+        reads=half.parameters,
+        gives=half.outputs,
+        gradients=segment.gradients,
+    )

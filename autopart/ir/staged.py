@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
+from autopart.ir.action import Kind
 from autopart.ir.graph import Value
-from autopart.ir.segmented import Segment, Segmented
+from autopart.ir.segmented import Phase, Segment, Segmented
 from autopart.ir.sharded import Sharded
 from autopart.ir.state import State, Unit, used_units
 
@@ -36,17 +37,39 @@ def averaged(buffer: Value) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Staged:
-    """The step cut into stages. ``stages[s]`` are the segments of stage s, in order."""
+    """The step cut into stages. ``stages[s]`` are the segments of stage s, in order.
+
+    `backwards` are, by stage, the kinds of actions that perform a backward: B; or, in two, I and W; or all three, where
+    microbatches differ. Without it they are B.
+    """
 
     sharded: Sharded
     stages: tuple[tuple[Segment, ...], ...]
     edges: tuple[Edge, ...]
     state: State
+    backwards: tuple[tuple[Kind, ...], ...] = ()
 
     @property
     def segmented(self) -> Segmented:
         """The segments, their bodies and the graph."""
         return self.sharded.segmented
+
+    def kinds(self, stage: int) -> tuple[Kind, ...]:
+        """The kinds of actions that a stage performs in a training step."""
+        return Kind.F, *(self.backwards[stage] if self.backwards else (Kind.B,))
+
+    def phases(self, stage: int, kind: Kind) -> tuple[tuple[Segment, Phase], ...]:
+        """What an action of a stage consists of, in order: the last segment comes first in a backward."""
+        row = self.stages[stage] if kind is Kind.F else reversed(self.stages[stage])
+        found = ((segment, self.segmented.phase(segment, kind)) for segment in row)
+        return tuple((segment, phase) for segment, phase in found if phase is not None)
+
+    def enters(self, stage: int, kind: Kind) -> bool:
+        """Whether an action begins a stage's backward: it takes the gradients that come in, and what F saved.
+
+        That is W where I has nothing to do.
+        """
+        return kind is Kind.B or bool(self.phases(stage, Kind.I)) == (kind is Kind.I)
 
     def trained(self) -> tuple[Unit, ...]:
         """The units that get gradients in this step."""

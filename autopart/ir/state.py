@@ -83,6 +83,10 @@ class Unit:
         """The bytes of the whole unit."""
         return self.numel * self.dtype.itemsize
 
+    def holds(self, targets: Iterable[str]) -> bool:
+        """Whether some of these parameters are in it."""
+        return not {parameter.target for parameter in self.parameters}.isdisjoint(targets)
+
     def part_numel(self, part: int, parts: int) -> int:
         """The elements of one part."""
         return sum(prod(parameter.part_shape(part, parts)) for parameter in self.parameters)

@@ -9,18 +9,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from autopart.ir.action import Action, Kind, Scheduled
+from autopart.codegen.stages import stage_edges, stores_of
+from autopart.ir.action import COMPUTE, Kind, Scheduled
 from autopart.ir.graph import Value
-from autopart.ir.segmented import Function, Segment
+from autopart.ir.segmented import Function, Phase, defined
 from autopart.ir.staged import Edge, Staged
-from autopart.passes.costs import copied_inputs, defined
+from autopart.passes.costs import copied_inputs
 from autopart.rules.alias import roots
 
 Storage = tuple[str, int]
 """A storage: a name unique on the rank and in the microbatch, and its bytes."""
 
-Holder = tuple[int, int]
-"""What holds values between actions: an edge as (source, target), what a stage saved as (stage, stage)."""
+Holder = tuple[str, int, int]
+"""What holds values between actions: ("edge", source, target), or what a stage's F ("saved") or I ("stash") kept."""
 
 Kept = dict[Holder, frozenset[Storage]]
 
@@ -35,37 +36,39 @@ def peak_activations(staged: Staged, scheduled: Scheduled, column: int, sizes: S
     holders: list[frozenset[Holder]] = [frozenset()] * len(sizes)
     alive = [0] * len(sizes)
     known: dict[tuple[int, frozenset[Holder]], int] = {}
+    moves: dict[tuple[Kind, int, int], tuple[frozenset[Holder], frozenset[Holder]]] = {}
     peak = 0
     for action in scheduled.table[column]:
-        k = action.microbatch
-        emptied, filled = _moves(staged, action)
+        k, what = action.microbatch, (action.kind, action.stage, action.peer)
+        if what not in moves:
+            moves[what] = _moves(staged, *what)
+        emptied, filled = moves[what]
         holders[k] = (holders[k] - emptied) | filled
         key = sizes[k], holders[k]
         if key not in known:
             found = kept[sizes[k]]
             known[key] = sum(nbytes for _, nbytes in frozenset[Storage]().union(*(found[h] for h in holders[k])))
         alive[k] = known[key]
-        if action.kind in (Kind.F, Kind.B):
+        if action.kind in COMPUTE:
             peak = max(peak, sum(alive))
     return peak
 
 
-def _moves(staged: Staged, action: Action) -> tuple[frozenset[Holder], frozenset[Holder]]:
+def _moves(staged: Staged, kind: Kind, stage: int, peer: int) -> tuple[frozenset[Holder], frozenset[Holder]]:
     """The holders that an action empties, and those that it fills, for its microbatch."""
-    stage, peer = action.stage, action.peer
-    match action.kind:
+    match kind:
         case Kind.SEND:
-            return frozenset({(stage, peer)}), frozenset()
+            return frozenset({("edge", stage, peer)}), frozenset()
         case Kind.RECV:
-            return frozenset(), frozenset({(peer, stage)})
-        case Kind.F | Kind.B:
-            forward = action.kind is Kind.F
-            saved = {(stage, stage)}
-            taken = {(edge.source, stage) for edge in staged.into(stage, forward=forward)}
-            given = {(stage, edge.target) for edge in staged.out_of(stage, forward=forward)}
-            return frozenset(taken if forward else taken | saved), frozenset(given | saved if forward else given)
+            return frozenset(), frozenset({("edge", peer, stage)})
+        case Kind.F | Kind.B | Kind.I | Kind.W:
+            taken, kept = stores_of(staged, stage, kind)
+            edges_in, edges_out = stage_edges(staged, stage, kind)
+            emptied = [("edge", e.source, e.target) for e in edges_in] + [(taken, stage, stage)] * bool(taken)
+            filled = [("edge", e.source, e.target) for e in edges_out] + [(kept, stage, stage)] * bool(kept)
+            return frozenset(emptied), frozenset(filled)
         case _:
-            raise AssertionError(f"{action} in a lowered row")
+            raise AssertionError(f"{kind} in a lowered row")
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,34 +92,36 @@ def _kept(staged: Staged, places: Sequence[int], column: int, batch: int, whole:
     """What each holder of a pp rank keeps of a microbatch of `batch` samples."""
     stages = [stage for stage, place in enumerate(places) if place == column]
     at: dict[str, Storage] = {}  # by value name in the whole graph
-    saved: dict[str, list[Storage]] = {}  # by segment
+    saved: dict[str, list[Storage]] = {}  # by segment: what its forward kept
     kept: Kept = {}
+    known: dict[int, _Local] = {}  # by function
 
     def receive(edges: Sequence[Edge], stage: int) -> None:
         for edge in edges:
             if places[edge.source] != column:
                 at.update({v.name: (f"{v.name} at {stage}", v.nbytes(batch)) for v in edge.values})
-                kept[edge.source, stage] = frozenset(at[v.name] for v in edge.values)
+                kept["edge", edge.source, stage] = frozenset(at[v.name] for v in edge.values)
 
-    def hand_on(edges: Sequence[Edge]) -> None:
-        kept.update({(e.source, e.target): frozenset(at[v.name] for v in e.values) for e in edges})
+    def perform(stage: int, kind: Kind) -> None:
+        keeps: dict[str, list[Storage]] = {}
+        for segment, phase in staged.phases(stage, kind):
+            local = known.setdefault(id(phase.function), _Local.of(phase.function))
+            keeps[segment.name] = _phase(f"{segment.name} {kind}", phase, local, saved.get(segment.name, ()), at, batch)
+        if kind is Kind.F:
+            saved.update(keeps)
+        edges_out = stage_edges(staged, stage, kind)[1]
+        kept.update({("edge", e.source, e.target): frozenset(at[v.name] for v in e.values) for e in edges_out})
+        kept[stores_of(staged, stage, kind)[1], stage, stage] = frozenset(s for each in keeps.values() for s in each)
 
-    forward = [_Local.of(body.forward) for body in staged.segmented.bodies]
-    backward = [None if body.backward is None else _Local.of(body.backward) for body in staged.segmented.bodies]
     for stage in stages:
         at.update(_inputs(staged, stage, batch, whole))
         receive(staged.into(stage, forward=True), stage)
-        for segment in staged.stages[stage]:
-            saved[segment.name] = _forward(staged, segment, forward[segment.body], at, batch)
-        kept[stage, stage] = frozenset(s for segment in staged.stages[stage] for s in saved[segment.name])
-        hand_on(staged.out_of(stage, forward=True))
+        perform(stage, Kind.F)
     for stage in reversed(stages):
         receive(staged.into(stage, forward=False), stage)
-        for segment in reversed(staged.stages[stage]):
-            local = backward[segment.body]
-            if local is not None:
-                _backward(staged, segment, local, saved[segment.name], at, batch)
-        hand_on(staged.out_of(stage, forward=False))
+        for kind in staged.kinds(stage)[1:]:
+            if staged.enters(stage, kind):  # what comes after it keeps nothing
+                perform(stage, kind)
     return kept
 
 
@@ -128,25 +133,16 @@ def _inputs(staged: Staged, stage: int, batch: int, whole: bool) -> dict[str, St
     return {v.name: (f"{v.name} at {stage}", v.nbytes(batch) * (copied[v.name] and not whole)) for v in items}
 
 
-def _forward(staged: Staged, segment: Segment, local: _Local, at: dict[str, Storage], batch: int) -> list[Storage]:
-    """The storages that a segment saves; those of its outputs are added to `at`."""
-    body, place = staged.segmented.bodies[segment.body], f"{segment.name} forward"
-    given = {value.name: ("", 0) for value in body.forward.inputs}  # buffers and parameters
-    given.update(zip((v.name for v in body.forward.inputs), (at[name] for name in segment.values), strict=False))
-    outputs = body.forward.outputs[: len(segment.outputs)]
-    at.update(zip(segment.outputs, local.storages(outputs, given, place, batch), strict=True))
-    return local.storages(body.saved, given, place, batch)
+def _phase(
+    place: str, phase: Phase, local: _Local, kept: Sequence[Storage], at: dict[str, Storage], batch: int
+) -> list[Storage]:
+    """The storages that a segment keeps in one phase; those of the values that it hands on are added to `at`.
 
-
-def _backward(
-    staged: Staged, segment: Segment, local: _Local, saved: Sequence[Storage], at: dict[str, Storage], batch: int
-) -> None:
-    """Add to `at` the storages of the gradients that a segment hands on."""
-    function = staged.segmented.bodies[segment.body].backward
-    assert function is not None
-    given = {value.name: ("", 0) for value in function.inputs}  # the loss's own gradient too
-    incoming = [at.get(name, ("", 0)) for name in segment.backward_inputs]
-    given.update(zip((v.name for v in function.inputs), (*incoming, *saved), strict=False))
-    outputs = function.outputs[: len(segment.backward_outputs)]
-    made = local.storages(outputs, given, f"{segment.name} backward", batch)
-    at.update(zip(segment.backward_outputs, made, strict=True))
+    `kept` are those that it is given of its forward. Buffers, parameters and the loss's own gradient count nothing.
+    """
+    given = {value.name: ("", 0) for value in phase.function.inputs}
+    taken = (*(at.get(name, ("", 0)) for name in phase.takes), *kept)
+    given.update(zip((value.name for value in phase.function.inputs), taken, strict=False))
+    outputs = phase.function.outputs[: len(phase.gives)]
+    at.update(zip(phase.gives, local.storages(outputs, given, place, batch), strict=True))
+    return local.storages(phase.keeps or (), given, place, batch)

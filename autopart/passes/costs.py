@@ -8,14 +8,15 @@ of distinct bodies.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
 from autopart.ir.captured import Captured
 from autopart.ir.cost import SegmentCost, Tied
 from autopart.ir.graph import Node, Size, Value
-from autopart.ir.segmented import Body, Function, Segmented
+from autopart.ir.segmented import Body, Function, Halves, Segment, Segmented, defined
+from autopart.passes.split_backward import halves
 from autopart.rules.alias import roots, viewed
 from autopart.rules.flops import count, flops
 
@@ -37,6 +38,9 @@ class _Expressions:
     saved_bytes: Expression
     boundary_bytes: Expression
     recomputed_bytes: Expression
+    input_flops: Expression
+    input_bytes: Expression
+    stash_bytes: Expression
 
 
 def costs(segmented: Segmented) -> tuple[SegmentCost, ...]:
@@ -44,7 +48,9 @@ def costs(segmented: Segmented) -> tuple[SegmentCost, ...]:
 
     `saved_bytes` counts every storage that the segment keeps for its backward once, however many views of it are kept,
     and so does the next segment if it keeps the same; the caller's batch, parameters and buffers are not counted.
-    `boundary_bytes` are the values that come from other segments, the caller's inputs left out.
+    `boundary_bytes` are the values that come from other segments, the caller's inputs left out. The halves of a whole
+    backward are as if all gradients that it hands on left the stage; what W runs again of I (views, pointwise
+    operators) is not counted.
     """
     parameters = {item.target: item for item in segmented.captured.of_kind("parameter")}
     users = Counter(target for segment in segmented.segments for target in segment.parameters)
@@ -55,7 +61,7 @@ def costs(segmented: Segmented) -> tuple[SegmentCost, ...]:
         origins = tuple(copied.get(name) for name in segment.values)
         key = segment.body, origins
         if key not in shared:
-            shared[key] = _expressions(segmented.bodies[segment.body], origins)
+            shared[key] = _expressions(segmented.bodies[segment.body], segment, origins, segmented.captured.batch)
         mine = {target: parameters[target] for target in segment.parameters}
         sizes = {target: item.value.nbytes(1) for target, item in mine.items()}
         common = shared[key]
@@ -69,6 +75,9 @@ def costs(segmented: Segmented) -> tuple[SegmentCost, ...]:
                 saved_bytes=common.saved_bytes,
                 boundary_bytes=common.boundary_bytes,
                 recomputed_bytes=common.recomputed_bytes,
+                input_flops=common.input_flops,
+                input_bytes=common.input_bytes,
+                stash_bytes=common.stash_bytes,
                 parameter_bytes=sum(sizes.values()),
                 trainable_bytes=sum(sizes[target] for target, item in mine.items() if item.requires_grad),
                 tied=tuple(Tied(t, sizes[t], item.requires_grad) for t, item in mine.items() if users[t] > 1),
@@ -87,9 +96,14 @@ def copied_inputs(captured: Captured) -> dict[str, bool]:
     return {name: any(size != 1 for size in shape[: dims[name]]) for name, shape in shapes.items()}
 
 
-def _expressions(body: Body, origins: tuple[bool | None, ...]) -> _Expressions:
-    """What segments with this body share; `origins` has what `copied_inputs` says of every value that comes in."""
+def _expressions(body: Body, segment: Segment, origins: tuple[bool | None, ...], samples: int) -> _Expressions:
+    """What segments with this body share, of which `segment` is one.
+
+    `origins` has what `copied_inputs` says of every value that comes in; stashes are the smallest at `samples`.
+    """
     backward = body.backward or Function((), (), ())
+    cut = halves(body, segment, samples=samples)
+    inputs = (cut and cut.input) or Function((), (), ())
     incoming = body.forward.inputs[: len(origins)]
     held = {value.name for value in body.forward.inputs[len(origins) :]}  # buffers and parameters
     held |= {value.name for value, copied in zip(incoming, origins, strict=True) if copied is False}
@@ -103,7 +117,19 @@ def _expressions(body: Body, origins: tuple[bool | None, ...]) -> _Expressions:
         saved_bytes=_total(_bytes(values[name]) for name in kept if name not in held),
         boundary_bytes=_total(_bytes(v) for v, copied in zip(incoming, origins, strict=True) if copied is None),
         recomputed_bytes=_total(_bytes(value) for value in recomputed(body)),
+        input_flops=_flops(inputs),
+        input_bytes=_moved(inputs),
+        stash_bytes=_stash(body, cut, held),
     )
+
+
+def _stash(body: Body, cut: Halves | None, held: Set[str]) -> Expression:
+    """The bytes that W is handed, a storage once, those `held` anyway left out."""
+    if cut is None or cut.input is None:
+        return 0
+    values, root = {**defined(body.forward), **defined(cut.input)}, roots(body.forward.nodes)
+    kept = dict.fromkeys(root.get(name, name) for name in cut.stash)
+    return _total(_bytes(values[name]) for name in kept if name not in held)
 
 
 def recomputed(body: Body) -> tuple[Value, ...]:
@@ -114,12 +140,6 @@ def recomputed(body: Body) -> tuple[Value, ...]:
     again = {name for node in nodes if not node.backward for name in node.names()}
     read = (name for node in nodes if node.backward for name in node.refs() if name in again)
     return tuple(values[name] for name in dict.fromkeys(root.get(name, name) for name in read) if name in again)
-
-
-def defined(function: Function) -> dict[str, Value]:
-    """Every value of a function by its local name: its inputs and what its nodes make."""
-    made = (out for node in function.nodes for out in node.outs if out is not None)
-    return {value.name: value for value in (*function.inputs, *made)}
 
 
 def _flops(function: Function) -> Expression:

@@ -15,7 +15,7 @@ from autopart.codegen.recording_world import RecordingBatch, RecordingWorld
 from autopart.codegen.shapes import Bodies, Spec
 from autopart.codegen.source import sources
 from autopart.errors import VerificationError
-from autopart.ir.action import Scheduled
+from autopart.ir.action import COMPUTE, Scheduled
 from autopart.ir.captured import Captured
 from autopart.ir.graph import Value
 from autopart.ir.mesh import pieces
@@ -34,6 +34,8 @@ def emit(staged: Staged, scheduled: Scheduled, plan: Plan, *, bodies: Bodies | N
     What is found out about bodies on shapes is kept in `bodies`, which `verify` may be given too.
     """
     captured, mesh = staged.segmented.captured, plan.mesh
+    computed = {(action.stage, action.kind) for row in scheduled.table for action in row if action.kind in COMPUTE}
+    assert all(kind in staged.kinds(stage) for stage, kind in computed), "backwards are cut as the schedule has them"
     planned = with_collectives(staged, scheduled, mesh.degree("dp"))
     bodies = bodies or Bodies()
     ranks = []

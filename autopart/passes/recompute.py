@@ -17,8 +17,7 @@ from dataclasses import dataclass, replace
 from autopart.ir.graph import Node
 from autopart.ir.plan import Plan
 from autopart.ir.plan_text import spans
-from autopart.ir.segmented import Body, Function, Segment, Segmented
-from autopart.passes.costs import defined
+from autopart.ir.segmented import Body, Function, Segment, Segmented, defined
 
 
 def recompute(segmented: Segmented, names: Iterable[str] = ()) -> Segmented:

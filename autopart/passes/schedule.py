@@ -11,14 +11,14 @@ from dataclasses import replace
 
 from autopart import schedules
 from autopart.ir import plan_text
-from autopart.ir.action import Action, Kind, Schedule, Scheduled
+from autopart.ir.action import ENDS, Action, Kind, Schedule, Scheduled
 from autopart.ir.plan import Plan
 from autopart.ir.staged import Staged
 from autopart.ir.state import Unit, used_units
 from autopart.schedules import placed
 from autopart.schedules.spell import is_table
 
-EXECUTED = frozenset({Kind.F, Kind.B})
+EXECUTED = frozenset({Kind.F, Kind.B, Kind.I, Kind.W})
 """The compute actions that programs are written for."""
 
 
@@ -52,8 +52,8 @@ def check_executed(built: Schedule) -> None:
         if any(part.kind not in EXECUTED for part in action.parts):
             raise ValueError(
                 f"schedule: {built.name!r} has {action} on pipeline rank {rank}, but programs are written for the "
-                "forwards (F) and whole backwards (B) of whole microbatches so far; simulate it, or train with one of "
-                "those, such as 'interleaved'"
+                "forwards (F) and backwards (B, or I and W) of whole microbatches so far; simulate it, or train with "
+                "one of those, such as 'interleaved'"
             )
 
 
@@ -95,12 +95,18 @@ def with_collectives(staged: Staged, scheduled: Scheduled, degree: int) -> tuple
         staged.completed(stage, degree, scheduled.unfinished(stage)) for stage in range(scheduled.schedule.stages)
     ]
     lasts = [scheduled.last_backward(stage) for stage in range(scheduled.schedule.stages)]
+    known: dict[tuple[int, Kind, bool], tuple[tuple[Kind, str], ...]] = {}
     for column, row in enumerate(scheduled.table):
         units = [unit for unit in staged.state.units if column in unit.columns]
         made = [Action(Kind.GATHER, -1, -1, unit=unit.name) for unit in units if unit.updated_in_parts(degree)]
         for action in row:
-            last = action.kind is Kind.B and action.microbatch == lasts[action.stage]
-            made += [action, *_inside(staged, action, homes, degree, completed[action.stage] if last else {})]
+            last = action.kind in ENDS and action.microbatch == lasts[action.stage]
+            key = action.stage, action.kind, last
+            if key not in known:
+                done = completed[action.stage] if last else {}
+                known[key] = tuple(_inside(staged, action.stage, action.kind, homes, degree, done))
+            made.append(action)
+            made += [Action(kind, action.stage, action.microbatch, unit=name) for kind, name in known[key]]
         made += _across_stages(staged, units)
         rows.append(tuple(made))
     return tuple(rows)
@@ -108,34 +114,33 @@ def with_collectives(staged: Staged, scheduled: Scheduled, degree: int) -> tuple
 
 def _inside(
     staged: Staged,
-    action: Action,
+    stage: int,
+    kind: Kind,
     homes: Mapping[str, Unit],
     degree: int,
     completed: Mapping[str, tuple[Unit, ...]],
-) -> Iterator[Action]:
-    """The GATHERs and REDUCEs of an action, `completed` being the units that it completes, by segment."""
-    if action.kind not in (Kind.F, Kind.B):
+) -> Iterator[tuple[Kind, str]]:
+    """The GATHERs and REDUCEs of an action, by unit, `completed` being the units that it completes, by segment."""
+    if kind not in staged.kinds(stage):
         return
-    back = action.kind is Kind.B
-    segments = [
-        segment
-        for segment in (reversed(staged.stages[action.stage]) if back else staged.stages[action.stage])
-        if not back or staged.segmented.bodies[segment.body].backward is not None
+    phases = staged.phases(stage, kind)
+    used = [used_units(segment.parameters, homes) for segment, _ in phases]
+    gathered = [
+        [unit for unit in units if unit.gathered(degree) and unit.holds(phase.reads)]
+        for (_, phase), units in zip(phases, used, strict=True)
     ]
-    used = [used_units(segment.parameters, homes) for segment in segments]
-    gathers = [unit.name for units in used for unit in units if unit.gathered(degree)]
+    gathers = [unit.name for units in gathered for unit in units]
     done = 0  # gathers that were begun: with the first use of all the next one too, and so on
-    for segment, units in zip(segments, used, strict=True):
-        for _ in (unit for unit in units if unit.gathered(degree)):
+    for (segment, phase), units, read in zip(phases, used, gathered, strict=True):
+        for _ in read:
             ahead = gathers[done : done + 1 + (done == 0)]
             done += len(ahead)
-            yield from (Action(Kind.GATHER, action.stage, action.microbatch, unit=name) for name in ahead)
-        if back:
-            graded = {unit.name for unit in used_units(segment.gradients, homes)}
+            yield from ((Kind.GATHER, name) for name in ahead)
+        if phase.gradients:
+            graded = {unit.name for unit in used_units(phase.gradients, homes)}
             reduced = [unit for unit in units if unit.name in graded and unit.reduced_at_once(degree)]
             reduced += completed.get(segment.name, ())
-            for unit in reduced:
-                yield Action(Kind.REDUCE, action.stage, action.microbatch, unit=unit.name)
+            yield from ((Kind.REDUCE, unit.name) for unit in reduced)
 
 
 def _across_stages(staged: Staged, units: Iterable[Unit]) -> list[Action]:

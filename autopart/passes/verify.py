@@ -12,15 +12,16 @@ that microbatches differ in size. What the texts do is then held against these r
 ``deadlock``     all ranks end even if every send waits for its receive and every collective for all of its group
                  nothing meets across the yield of a step that waits for the gradients of its outputs
 ``stores``       what is stored for later is taken out, once
-``work``         each microbatch has one forward and one backward on each stage; they read every parameter as placed,
-                 gathered before its use if it is kept in parts (a gather begun ahead is of what is used next), made
-                 whole again at the start of the step if an optimizer updated it in parts
+``work``         each microbatch has one forward and one backward on each stage (where that is in two, I and then W);
+                 they read every parameter as placed, gathered before its use if it is kept in parts (a gather begun
+                 ahead is of what is used next), made whole again at the start of the step if an optimizer updated it in
+                 parts
 ``values``       each action calls each layer once, in order, with the values, inputs, buffers, parameters, random
                  draws, prologue values and gradients of outputs that the graph gives it; what is sent, added to
                  gradients, stored in buffers and handed out is what the layer returned for that
-``gradients``    each backward adds every gradient that it makes, once, to its own unit; each unit is reduced once over
-                 dp, and once over the stages that share it, after its last contribution; what begins to be reduced is
-                 waited for
+``gradients``    each backward (W, where it is in two) adds every gradient that it makes, once, to its own unit; each
+                 unit is reduced once over dp, and once over the stages that share it, after its last contribution; what
+                 begins to be reduced is waited for
 ``buffers``      each forward updates every buffer that it has to, once; after the last update they are made one over
                  dp, and every stage learns them
 ``outputs``      each rank returns the outputs that it makes or needs, whole, or yields them before the backward; a sum

@@ -14,7 +14,7 @@ from autopart.codegen.parsed import PROLOGUE
 from autopart.codegen.recording_world import Call, Event
 from autopart.codegen.shapes import Spec
 from autopart.ir.action import Action, Kind
-from autopart.ir.segmented import Segment
+from autopart.ir.segmented import Phase, Segment
 from autopart.ir.staged import Staged
 from autopart.ir.state import Unit, used_units
 from autopart.passes.verify_texts import Text, fault
@@ -43,44 +43,36 @@ class Values:
 
     def layers(self, action: Action) -> list[Segment]:
         """The segments whose functions an action calls, in order."""
-        row = self.staged.stages[action.stage]
-        if action.kind is Kind.F:
-            return list(row)
-        return [item for item in reversed(row) if self.staged.segmented.bodies[item.body].backward is not None]
+        return [segment for segment, _ in self.staged.phases(action.stage, action.kind)]
 
     def of(self, segment: Segment, kind: Kind) -> tuple[tuple[str, ...], Paths]:
         """The names of what a layer's function takes and of what it returns."""
         key = segment.name, kind
         if key not in self._known:
-            self._known[key] = self._forward(segment) if kind is Kind.F else self._backward(segment)
+            self._known[key] = self._phase(segment, self.staged.segmented.phase(segment, kind))
         return self._known[key]
 
-    def _forward(self, segment: Segment) -> tuple[tuple[str, ...], Paths]:
-        takes = (*segment.values, *segment.forward_fixed, *self._whole_units(segment))
-        returned: list[str | Sequence[str]] = list(segment.outputs)
-        returned += [[updated(target) for target in segment.updates]] if segment.updates else []
-        if self.staged.segmented.bodies[segment.body].backward is not None:
-            returned.append(self._saved(segment))
-        return takes, _paths(returned)
-
-    def _backward(self, segment: Segment) -> tuple[tuple[str, ...], Paths]:
-        takes = (*segment.backward_inputs, *self._saved(segment), *segment.backward_fixed, *self._whole_units(segment))
-        made = set(segment.gradients)
-        units = [unit for unit in self._units(segment) if unit.trainable and made & {p.target for p in unit.parameters}]
-        returned: list[str | Sequence[str]] = list(segment.backward_outputs)
+    def _phase(self, segment: Segment, phase: Phase | None) -> tuple[tuple[str, ...], Paths]:
+        assert phase is not None, "a layer that is called"
+        read = [unit for unit in self._units(segment) if unit.holds(phase.reads)]
+        kept = self._kept(segment, phase.kept)
+        takes = (*phase.takes, *kept, *phase.fixed, *(name for unit in read for name in self._whole(unit)))
+        returned: list[str | Sequence[str]] = list(phase.gives)
+        returned += [[updated(target) for target in phase.updates]] if phase.updates else []
+        returned += [self._kept(segment, phase.keeps)] if phase.keeps is not None else []
+        units = [unit for unit in self._units(segment) if unit.trainable and unit.holds(phase.gradients)]
         returned += [[gradient(p.target) for p in unit.parameters] for unit in units]
         return takes, _paths(returned)
 
-    def _saved(self, segment: Segment) -> list[str]:
-        return [f"{name} kept by {segment.name}" for name in self.staged.segmented.bodies[segment.body].saved]
+    def _kept(self, segment: Segment, names: Sequence[str]) -> list[str]:
+        return [f"{name} kept by {segment.name}" for name in names]
 
     def _units(self, segment: Segment) -> tuple[Unit, ...]:
         return used_units(segment.parameters, self.homes)
 
-    def _whole_units(self, segment: Segment) -> Iterator[str]:
-        """The parameters of a layer's units, which pass whole; one that this step does not read has its own name."""
-        for unit in self._units(segment):
-            yield from (self._parameters.get(p.target, p.target) for p in unit.parameters)
+    def _whole(self, unit: Unit) -> Iterator[str]:
+        """The parameters of a unit, which passes whole; one that this step does not read has its own name."""
+        return (self._parameters.get(p.target, p.target) for p in unit.parameters)
 
 
 def gradient(target: str) -> str:

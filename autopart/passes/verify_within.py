@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from autopart.codegen.recording_world import Event
 from autopart.errors import VerificationError
-from autopart.ir.action import Action, Kind
+from autopart.ir.action import ENDS, Action, Kind
 from autopart.ir.staged import Staged
 from autopart.ir.state import State, Unit
 from autopart.passes.verify_texts import Text, fault
@@ -25,12 +25,11 @@ Reduction: TypeAlias = tuple[str, str, tuple[int, ...]]
 class Needs:
     """What the graph needs of one microbatch on one stage.
 
-    `forward` and `backward`: the units that are read. `contributions`: by unit, how many segments make gradients for
-    it. `graded`: by unit, the places of the parameters that get one.
+    `reads`: the units that are read, by the kinds of actions that the stage performs. `contributions`: by unit, how
+    many segments make gradients for it, in a B or W. `graded`: by unit, the places of the parameters that get one.
     """
 
-    forward: frozenset[str]
-    backward: frozenset[str]
+    reads: Mapping[Kind, frozenset[str]]
     contributions: Mapping[str, int]
     graded: Mapping[str, frozenset[int]]
 
@@ -38,18 +37,17 @@ class Needs:
 def needs(staged: Staged, stage: int) -> Needs:
     """What the segments of a stage read and contribute to."""
     homes = {p.target: (unit.name, i) for unit in staged.state.units for i, p in enumerate(unit.parameters)}
-    forward: set[str] = set()
-    backward: set[str] = set()
     contributions: Counter[str] = Counter()
     graded: dict[str, frozenset[int]] = {}
-    for segment in staged.stages[stage]:
-        forward.update(homes[target][0] for target in segment.forward_parameters)
-        if staged.segmented.bodies[segment.body].backward is not None:
-            backward.update(homes[target][0] for target in segment.backward_parameters)
-            contributions.update({homes[target][0] for target in segment.gradients})
-            for unit, position in (homes[target] for target in segment.gradients):
-                graded[unit] = graded.get(unit, frozenset()) | {position}
-    return Needs(frozenset(forward), frozenset(backward), contributions, graded)
+    reads = {
+        kind: frozenset(homes[target][0] for _, phase in staged.phases(stage, kind) for target in phase.parameters)
+        for kind in staged.kinds(stage)
+    }
+    for _, phase in staged.phases(stage, staged.kinds(stage)[-1]):
+        contributions.update({homes[target][0] for target in phase.gradients})
+        for unit, position in (homes[target] for target in phase.gradients):
+            graded[unit] = graded.get(unit, frozenset()) | {position}
+    return Needs(reads, contributions, graded)
 
 
 def work(text: Text, needed: Sequence[Needs], state: State, microbatches: int, training: bool) -> int:
@@ -59,16 +57,37 @@ def work(text: Text, needed: Sequence[Needs], state: State, microbatches: int, t
         Action(kind, stage, k)
         for stage in text.stages
         for k in range(microbatches)
-        for kind in ((Kind.F, Kind.B) if training else (Kind.F,))
+        for kind in _due(done, needed[stage], stage, k, training)
     ]
     for action in dict.fromkeys([*due, *(action for action in done if action is not None)]):
         count, wanted = done[action], int(action in due)
         if count != wanted:
             each = "one forward and one backward" if training else "one forward"
-            remedy = f"each microbatch needs {each} on each stage that the rank holds"
+            halves = ", whole (B) or in two (I, then W)" if Kind.I in needed[action.stage].reads else ""
+            remedy = f"each microbatch needs {each} on each stage that the rank holds{halves}"
             raise fault("work", text.during(action), f"performed {count} times, not {wanted}", remedy)
+    _check_halves(text)
     _check_reads(text, needed, state)
     return len(due)
+
+
+def _due(done: Mapping[Action | None, int], need: Needs, stage: int, k: int, training: bool) -> tuple[Kind, ...]:
+    """The kinds of actions that a stage owes a microbatch: where it may do either, B if it does that."""
+    if not training:
+        return (Kind.F,)
+    if Kind.I not in need.reads or (Kind.B in need.reads and done.get(Action(Kind.B, stage, k))):
+        return Kind.F, Kind.B
+    return Kind.F, Kind.I, Kind.W
+
+
+def _check_halves(text: Text) -> None:
+    """The backward for the weights comes after that for the inputs."""
+    done: set[Action] = set()
+    for action in (event.action for event in text.events if event.call == "action" and event.action is not None):
+        done.add(action)
+        first = replace(action, kind=Kind.I)
+        if action.kind is Kind.W and first not in done:
+            raise fault("work", text.during(action), f"it comes before {first}", "let I come first: W goes on from it")
 
 
 def _check_reads(text: Text, needed: Sequence[Needs], state: State) -> None:
@@ -91,7 +110,7 @@ def _check_reads(text: Text, needed: Sequence[Needs], state: State) -> None:
         if event.within is not None:
             seen[event.within].add(unit.name)
     for action, names in seen.items():
-        wanted = needed[action.stage].forward if action.kind is Kind.F else needed[action.stage].backward
+        wanted = needed[action.stage].reads.get(action.kind, frozenset())
         if missing := sorted(wanted - names):
             problem = f'the parameters of "{missing[0]}" are not read'
             raise fault("work", text.during(action), problem, "call the layer, with the parameters from the world")
@@ -136,13 +155,14 @@ def _check_contributions(text: Text, needed: Sequence[Needs], state: State) -> i
     found: dict[Action, Counter[str]] = {}
     places: dict[tuple[Action, str], set[int]] = {}
     for event in text.events:
-        if event.call == "action" and event.action is not None and event.action.kind is Kind.B:
+        if event.call == "action" and event.action is not None and event.action.kind in ENDS:
             found[event.action] = Counter()
         if not contributes(event):
             continue
         unit, action = state.unit(event.unit), event.within
-        if action is None or action.kind is not Kind.B:
-            raise fault("gradients", text.at(event), "it is outside of a backward", "add gradients where they are made")
+        if action is None or action.kind not in ENDS:
+            problem = "it is outside of a backward (W, where it is in two)"
+            raise fault("gradients", text.at(event), problem, "add gradients where they are made")
         at_once = unit.reduced_at_once(degree)
         if at_once != (event.call == "reduce_scatter") or (at_once and event.axis != "dp"):
             call = 'reduce_scatter(..., axis="dp")' if at_once else "accumulate(...)"

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
+from autopart.ir.graph import Node
 from autopart.rules.factor import Call, Draft, Family, Rule, align, broadcast, each
 
 
@@ -115,3 +116,12 @@ RULES: Mapping[str, Family] = {
     "copy": _copy,
     **each("zeros_like ones_like full_like empty_like rand_like randn_like", _like),
 }
+
+
+def is_pointwise(node: Node) -> bool:
+    """Whether a call is of a pointwise operator of aten with one result, which its operands decide."""
+    if node.op.namespace != "aten" or not node.single:
+        return False
+    name = node.op.overloadpacket.__name__
+    found = RULES.get(f"{name}.{node.op._overloadname}") or RULES.get(name)
+    return found is not None and found is not _like

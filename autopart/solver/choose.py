@@ -18,7 +18,7 @@ from autopart.solver.chunks import PRECISION, fastest
 from autopart.solver.infeasible import infeasible
 from autopart.solver.request import Request, resolve
 from autopart.solver.search import Solved, check_schedule, first_fit
-from autopart.solver.timing import exchange_seconds, flush_seconds, segment_seconds
+from autopart.solver.timing import action_seconds, exchange_seconds, timeline
 
 
 def choose(
@@ -113,11 +113,9 @@ def predict(request: Request, solved: Solved) -> Prediction:
     """Time and memory of a solved request; the bytes that each rank sends are known only once the program is made."""
     model, candidate, place = solved.model, solved.candidate, solved.problem.place
     spans = list(pairwise([*solved.split.starts, len(model.segments)]))
-    seconds = [segment_seconds(numbers, request.cluster) for numbers in model.segments]
-    forward = [sum(f for f, _ in seconds[i:j]) for i, j in spans]
-    backward = [sum(b for _, b in seconds[i:j]) for i, j in spans]
-    both = tuple(f + b for f, b in zip(forward, backward, strict=True))
-    flush = flush_seconds(candidate.schedule, forward, backward)
+    seconds = [action_seconds(model.segments[i:j], request.cluster, first=i == 0) for i, j in spans]
+    both = tuple(each["F"] + each["B"] for each in seconds)
+    flush = timeline(candidate.schedule, seconds).makespan
     exchanged = [
         exchange_seconds(model.segments[i:j], model.modes[i:j], model.degree, candidate.microbatches, request.cluster)
         for i, j in spans

@@ -12,17 +12,17 @@ The innermost choice varies first: sharding a state is tried before cutting the 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from autopart.ir.action import Schedule
+from autopart.ir.action import Kind, Schedule
 from autopart.ir.mesh import Mesh
 from autopart.ir.plan import StageMemory, first_match
 from autopart.solver.chunks import solve_chunks
 from autopart.solver.memory import MemoryModel, in_flight
 from autopart.solver.request import Request, Rules
 from autopart.solver.split import Split, SplitProblem, solve_split
-from autopart.solver.timing import flush_seconds, segment_seconds
+from autopart.solver.timing import action_seconds, segment_seconds, timeline
 
 # Whole femtoseconds make sums of times exact, so that equal stages compare equal.
 _FEMTOSECONDS = 10**15
@@ -85,6 +85,8 @@ def pose(request: Request, candidate: Candidate) -> tuple[MemoryModel, SplitProb
     dp = candidate.mesh.degree("dp")
     microbatch = -(-request.batch // (dp * candidate.microbatches))
     numbers = tuple(cost.at(microbatch) for cost in request.costs)
+    if any(action.kind is Kind.I for _, action in candidate.schedule.actions()):  # W is handed what it needs
+        numbers = tuple(replace(n, saved_bytes=max(n.saved_bytes, n.stash_bytes)) for n in numbers)
     modes = tuple(first_match(candidate.placements, name).on("dp") for name in request.names)
     model = MemoryModel(numbers, modes, dp, request.optimizer_ratio)
     problem = SplitProblem(
@@ -104,11 +106,11 @@ def best_split(request: Request, candidate: Candidate, model: MemoryModel, probl
     """The best split, None if none fits the limit; where ranks hold several stages, that with the shortest flush."""
     if problem.ranks == problem.stages:
         return solve_split(problem)
-    seconds = [segment_seconds(numbers, request.cluster) for numbers in model.segments]
 
     def flush(split: Split) -> float:
-        runs = [seconds[i:j] for i, j in pairwise([*split.starts, problem.segments])]
-        return flush_seconds(candidate.schedule, *([sum(pair[i] for pair in run) for run in runs] for i in (0, 1)))
+        spans = pairwise([*split.starts, problem.segments])
+        seconds = [action_seconds(model.segments[i:j], request.cluster, first=i == 0) for i, j in spans]
+        return timeline(candidate.schedule, seconds).makespan
 
     return solve_chunks(problem, flush)
 

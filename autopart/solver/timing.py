@@ -6,14 +6,14 @@ the collectives of the data axis do not.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from autopart.cluster import Cluster
 from autopart.ir.action import Schedule
 from autopart.ir.cost import SegmentNumbers
 from autopart.ir.placement import Modes
 from autopart.ir.traffic import sent_bytes
-from autopart.schedules import simulate
+from autopart.schedules import Timeline, simulate
 from autopart.solver.memory import exchanges
 
 
@@ -25,10 +25,34 @@ def segment_seconds(segment: SegmentNumbers, cluster: Cluster) -> tuple[float, f
     )
 
 
-def flush_seconds(schedule: Schedule, forward: Sequence[float], backward: Sequence[float]) -> float:
-    """The time of one flush of a pipeline from each stage's forward and backward seconds of a microbatch."""
-    half = tuple(seconds / 2 for seconds in backward)
-    return simulate(schedule, costs={"F": tuple(forward), "B": tuple(backward), "I": half, "W": half}).makespan
+def action_seconds(segments: Sequence[SegmentNumbers], cluster: Cluster, *, first: bool) -> dict[str, float]:
+    """Seconds of a forward (F), a backward (B) and its halves (I, W) of one microbatch on a stage of some segments.
+
+    On the `first` stage, from which no gradient goes on, I has nothing to do.
+    """
+    pairs = [segment_seconds(segment, cluster) for segment in segments]
+    halves = [_halves(segment, cluster) for segment in segments]
+    backward = sum(seconds for _, seconds in pairs)
+    return {
+        "F": sum(seconds for seconds, _ in pairs),
+        "B": backward,
+        "I": 0.0 if first else sum(seconds for seconds, _ in halves),
+        "W": backward if first else sum(seconds for _, seconds in halves),
+    }
+
+
+def _halves(segment: SegmentNumbers, cluster: Cluster) -> tuple[float, float]:
+    """Seconds of a backward for the inputs, and of the rest of it."""
+    flops, nbytes = segment.input_flops, segment.input_bytes
+    return (
+        max(flops / cluster.flops, nbytes / cluster.bandwidth),
+        max((segment.backward_flops - flops) / cluster.flops, (segment.backward_bytes - nbytes) / cluster.bandwidth),
+    )
+
+
+def timeline(schedule: Schedule, seconds: Sequence[Mapping[str, float]], delay: float = 0.0) -> Timeline:
+    """One flush of a pipeline from each stage's `action_seconds`; an edge between ranks takes `delay`."""
+    return simulate(schedule, costs={kind: tuple(each[kind] for each in seconds) for kind in "FBIW"}, comm=delay)
 
 
 def exchange_seconds(
