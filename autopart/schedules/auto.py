@@ -16,14 +16,14 @@ from autopart.schedules.prove import Question
 from autopart.schedules.rows import Row
 from autopart.schedules.simulate import Timeline, simulate
 
-EFFORT = 200_000
+EFFORT = 400_000
 """About how many actions a search runs in its portfolio and, after it, in its local search."""
 
 STARTS = 5
 """From how many orders local search sets out."""
 
-TRIALS = 1000
-"""The most runs that all local searches make together."""
+TRIALS = 3000
+"""The most runs that a local search makes."""
 
 PROVEN = "optimal"
 
@@ -129,11 +129,11 @@ def _search(problem: Problem, effort: int) -> _Candidate:
         met.setdefault(length, _Candidate(problem, "auto", rows, length))
     starts = [met[length] for length in sorted(met)[:STARTS]]
     best = starts[0]
-    for start in starts:
-        if best.length > target:
-            trials = _share(effort - spent, start.rows) // len(starts)
-            rows = improve(problem, start.rows, target=target, trials=trials)
-            best = min(best, _Candidate(problem, "auto", rows, problem.measure(rows)), key=lambda each: each.length)
+    if best.length > target:
+        trials = _share(effort - spent, best.rows)
+        rows = improve(problem, [start.rows for start in starts], target=target, trials=trials)
+        length = problem.measure(rows)
+        best = best if length >= best.length else _Candidate(problem, "auto", rows, length)
     return best
 
 

@@ -9,6 +9,7 @@ search leaves local optima (tabu search).
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Iterator, Sequence
 from itertools import product
 
@@ -23,8 +24,42 @@ Move = tuple[int, int, int]
 """A rank, a step, and the step to which its action moves."""
 
 
-def improve(problem: Problem, rows: Sequence[Row], *, target: float, trials: int) -> tuple[Row, ...]:
-    """The best rows met on the way from these, until `target` is reached or `trials` runs have been made."""
+KICK = 4
+"""How many random moves lead away from the best rows before the search goes on from there."""
+
+ROUND = 60
+"""The runs of a search after a kick."""
+
+
+def improve(problem: Problem, starts: Sequence[Sequence[Row]], *, target: float, trials: int) -> tuple[Row, ...]:
+    """The best rows met on the way from these, until `target` is reached or about `trials` runs have been made.
+
+    One half of the trials is shared by the starts; with the other half the search goes on from near the best rows.
+    """
+    best = min(map(tuple, starts), key=problem.measure)
+    for start in starts:
+        if problem.measure(best) > target:
+            best = min(best, _descend(problem, start, target, trials // (2 * len(starts))), key=problem.measure)
+    chance = random.Random(0)
+    for _ in range(trials // (2 * (ROUND + KICK))):
+        if problem.measure(best) > target:
+            found = _descend(problem, _kicked(problem, best, chance), target, ROUND)
+            best = min(found, best, key=problem.measure)  # equal ones take turns
+    return best
+
+
+def _kicked(problem: Problem, rows: tuple[Row, ...], chance: random.Random) -> tuple[Row, ...]:
+    for _ in range(KICK):
+        rank = chance.randrange(problem.ranks)
+        step = chance.randrange(len(rows[rank]) - 1)
+        if not _ordered(rows[rank][step], rows[rank][step + 1]):
+            changed = _moved(rows, (rank, step, step + 1))
+            rows = changed if problem.measure(changed) < math.inf else rows
+    return rows
+
+
+def _descend(problem: Problem, rows: Sequence[Row], target: float, trials: int) -> tuple[Row, ...]:
+    """Tabu search from one start."""
     current = best = tuple(rows)
     shortest = length = problem.measure(best)
     met = {best}
