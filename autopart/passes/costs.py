@@ -17,10 +17,7 @@ from autopart.ir.cost import SegmentCost, Tied
 from autopart.ir.graph import Node, Size, Value
 from autopart.ir.segmented import Body, Function, Segmented
 from autopart.rules.alias import roots, viewed
-from autopart.rules.flops import count, flops
-
-GATHERS = ("embedding", "index", "index_select", "gather")
-"""Operators that read as many elements of their first tensor as they write, however large it is."""
+from autopart.rules.flops import GATHERS, count, flops
 
 Expression = Any
 """A sympy expression in `batch_symbol()`."""

@@ -1,0 +1,171 @@
+"""Elimination: the exact minimum of a `Layout`, by dynamic programming over its graph.
+
+Every unit is a variable (its option), and so is, for every value, the set of placements in which it is needed. Costs
+are tables over few variables each:
+
+    cost(o)                                     over a unit
+    tree(given(o), s)                           over a value's maker and its set
+    0 if s has the placement needed(o), else inf    over the set and a reader
+
+A variable is eliminated by adding up the tables that have it and taking the minimum over it; what is left is a table
+over its neighbours (bucket elimination; Dechter 1999). In the order that keeps tables smallest, a transformer layer needs
+tables over about five variables. Variables in `keep` stay: the result is the minimum for each of their values, so that
+what is outside of the body can be chosen later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+import torch
+
+from autopart.solver.layout import IMPOSSIBLE, Layout, Unit, _reach
+
+Variable = str
+"""``u:name`` for a unit, ``s:name`` for a value's set."""
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Costs over some variables, a dim each, in their order."""
+
+    variables: tuple[Variable, ...]
+    costs: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Eliminated:
+    """What is left: `costs` has a dim for each of `keep`; `joined` has what each variable was eliminated from."""
+
+    keep: tuple[Variable, ...]
+    costs: torch.Tensor
+    joined: tuple[tuple[Variable, Table], ...]
+
+    def least(self, given: Mapping[Variable, int] | None = None) -> int | None:
+        """The least cost where kept variables have the values `given`; None if there is no way."""
+        found = float(self.costs[tuple((given or {}).get(v, slice(None)) for v in self.keep)].min())
+        return int(found) if found < IMPOSSIBLE else None
+
+    def best(self, given: Mapping[Variable, int] | None = None) -> dict[Variable, int] | None:
+        """The values of all variables at that cost; of several that are equally good, the first."""
+        if self.least(given) is None:
+            return None
+        costs = self.costs
+        for dim, variable in enumerate(self.keep):
+            if given and variable in given:
+                costs = costs.narrow(dim, given[variable], 1)
+        at = torch.unravel_index(costs.argmin(), costs.shape)
+        values = {v: (given or {}).get(v, int(i)) for v, i in zip(self.keep, at, strict=True)}
+        for variable, table in reversed(self.joined):
+            index = tuple(slice(None) if v == variable else values[v] for v in table.variables)
+            values[variable] = int(table.costs[index].argmin())
+        return values
+
+
+def eliminate(tables: Sequence[Table], keep: Sequence[Variable] = (), largest: int = 1 << 26) -> Eliminated:
+    """Add up the tables and minimise over every variable but those of `keep`, which must be in some table.
+
+    Raises MemoryError where a table would pass `largest` entries.
+    """
+    sizes = {v: n for table in tables for v, n in zip(table.variables, table.costs.shape, strict=True)}
+    neighbours = _neighbours(tables)
+    left = list(tables)
+    joined: list[tuple[Variable, Table]] = []
+    weight = {v: _entries(neighbours[v] | {v}, sizes) for v in sizes.keys() - set(keep)}
+    while weight:
+        variable = min(weight, key=lambda v: (weight[v], v))
+        if weight.pop(variable) > largest:
+            raise MemoryError(f"{variable}: the graph is too entangled to be solved exactly")
+        whole = _join([table for table in left if variable in table.variables], sizes)
+        left = [table for table in left if variable not in table.variables]
+        left.append(_minimum(whole, variable))
+        joined.append((variable, whole))
+        around = neighbours.pop(variable)
+        for other in around:
+            neighbours[other] = (neighbours[other] | around) - {variable, other}
+        weight |= {v: _entries(neighbours[v] | {v}, sizes) for v in around & weight.keys()}
+    kept = Table(tuple(keep), torch.zeros([sizes[v] for v in keep], dtype=torch.float64))
+    return Eliminated(tuple(keep), _join([kept, *left], sizes).costs, tuple(joined))
+
+
+def _minimum(table: Table, variable: Variable) -> Table:
+    return Table(
+        tuple(v for v in table.variables if v != variable), table.costs.amin(table.variables.index(variable))
+    )
+
+
+def solve(layout: Layout, keep: Sequence[str] = ()) -> Eliminated:
+    """A layout's minimum over all but the units `keep`. The variable of a unit is ``u:name``."""
+    return eliminate(tuple(_tables(layout)), tuple(f"u:{name}" for name in keep))
+
+
+def picks(layout: Layout, values: Mapping[Variable, int]) -> tuple[int, ...]:
+    """The option of every unit."""
+    return tuple(values[f"u:{unit.name}"] for unit in layout.units)
+
+
+def _tables(layout: Layout) -> Iterator[Table]:
+    moves = dict(layout.moves)
+    readers: dict[str, list[tuple[Unit, int]]] = {}
+    for unit in layout.units:
+        yield Table((f"u:{unit.name}",), torch.tensor([option.cost for option in unit.options], dtype=torch.float64))
+        for place, value in enumerate(unit.reads):
+            readers.setdefault(value, []).append((unit, place))
+    for unit in layout.units:
+        for place, value in enumerate(unit.makes):
+            if value in readers:
+                yield from _value_tables(value, unit, place, readers[value], moves[value])
+
+
+def _value_tables(
+    value: str, maker: Unit, made: int, readers: Sequence[tuple[Unit, int]], moves: tuple[tuple[int, ...], ...]
+) -> Iterator[Table]:
+    wanted = [{o.needs[place] for o in unit.options} for unit, place in readers]
+    sets = [*_sets(frozenset(how for needs in wanted for how in needs if how is not None), len(readers))]
+    given = [option.gives[made] for option in maker.options]
+    trees = {how: [_least(moves, how, needed) for needed in sets] for how in set(given)}
+    rows = torch.tensor([trees[how] for how in given], dtype=torch.float64)
+    yield Table((f"u:{maker.name}", f"s:{value}"), rows)
+    for unit, place in readers:
+        fits = [[o.needs[place] is None or o.needs[place] in needed for o in unit.options] for needed in sets]
+        costs = torch.zeros(len(sets), len(unit.options), dtype=torch.float64)
+        yield Table((f"s:{value}", f"u:{unit.name}"), costs.masked_fill(~torch.tensor(fits), torch.inf))
+
+
+def _sets(wanted: frozenset[int], readers: int) -> Iterator[frozenset[int]]:
+    """Every set of placements that this many readers can need together."""
+    for count in range(min(readers, len(wanted)) + 1):
+        yield from map(frozenset, combinations(sorted(wanted), count))
+
+
+def _least(moves: tuple[tuple[int, ...], ...], given: int, needed: frozenset[int]) -> float:
+    costs = (found.cost for held, found in _reach(moves, given).items() if needed - {given} <= held)
+    return min(costs, default=torch.inf)
+
+
+def _neighbours(tables: Iterable[Table]) -> dict[Variable, set[Variable]]:
+    found: dict[Variable, set[Variable]] = {}
+    for table in tables:
+        for variable in table.variables:
+            found.setdefault(variable, set()).update(v for v in table.variables if v != variable)
+    return found
+
+
+def _entries(variables: Iterable[Variable], sizes: Mapping[Variable, int]) -> int:
+    total = 1
+    for variable in variables:
+        total *= sizes[variable]
+    return total
+
+
+def _join(tables: Sequence[Table], sizes: Mapping[Variable, int]) -> Table:
+    """The sum of tables, over all of their variables."""
+    variables = tuple(dict.fromkeys(v for table in tables for v in table.variables))
+    costs = torch.zeros([sizes[v] for v in variables], dtype=torch.float64)
+    for table in tables:
+        order = sorted(range(len(table.variables)), key=lambda i: variables.index(table.variables[i]))
+        shape = [sizes[v] if v in table.variables else 1 for v in variables]
+        costs += table.costs.permute(order).reshape(shape)
+    return Table(variables, costs)
