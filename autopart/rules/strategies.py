@@ -13,6 +13,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
+import torch
+
 from autopart.ir.graph import Arg, Node, Value
 from autopart.ir.placed import Cut, Strategy
 from autopart.ir.placement import Partial, Replicate, Shard, TensorPlacement
@@ -71,11 +73,19 @@ class Ruled:
 
 def strategies(ruled: Ruled, cuts: Iterable[Cut], degree: int) -> tuple[Strategy, ...]:
     """Every legal strategy of a node on an axis of `degree` places: whole, each of `cuts`, each linear set."""
-    found = [_whole(ruled)]
-    if ruled.rule is not None:
-        found += [made for cut in cuts if (made := split(ruled, cut, degree)) is not None]
-        found += [_pending(ruled, together) for together in ruled.rule.linear if _summable(ruled, together)]
-    return tuple(dict.fromkeys(found))
+    if ruled.rule is None:
+        return (_whole(ruled),)
+    found = [made for cut in cuts if (made := split(ruled, cut, degree)) is not None]
+    found += [_pending(ruled, together) for together in ruled.rule.linear if _summable(ruled, together)]
+    return tuple(dict.fromkeys((_whole(ruled), *(made for made in found if not _adds_flags(ruled, made)))))
+
+
+def _adds_flags(ruled: Ruled, strategy: Strategy) -> bool:
+    """Whether truth values are to be parts of a sum."""
+    values = [operand.value for operand in ruled.call.operands]
+    places = [*zip(values, (how for _, how in strategy.needs), strict=True)]
+    places += [(out, how) for out, how in zip(ruled.node.outs, strategy.gives, strict=True) if out is not None]
+    return any(how == Partial() and value.dtype == torch.bool for value, how in places)
 
 
 def _whole(ruled: Ruled) -> Strategy:

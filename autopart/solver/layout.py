@@ -20,6 +20,9 @@ from functools import lru_cache
 IMPOSSIBLE = 1 << 50
 """The price of what cannot be done: more than any layout costs (18 minutes)."""
 
+MOST = 2
+"""How many placements of one value may be needed. A third would save nothing that is worth having it in the tables."""
+
 Moves = tuple[tuple[int, ...], ...]
 """Prices from placement i to placement j of one value; 0 on the diagonal."""
 
@@ -90,6 +93,8 @@ def evaluate(layout: Layout, picks: Sequence[int]) -> int | None:
     chosen = [unit.options[pick] for unit, pick in zip(layout.units, picks, strict=True)]
     total = sum(option.cost for option in chosen)
     for value, given, needed in flows(layout, chosen):
+        if len(needed) > MOST:
+            return None
         reached = _reach(dict(layout.moves)[value], given)
         costs = [t.cost for held, t in reached.items() if needed - {given} <= held]
         if not costs:

@@ -14,7 +14,7 @@ neighbours' splits on (`_candidates`). Forward and backward are one layout.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autopart.ir.graph import Node, Size, Value, map_arg
@@ -108,8 +108,8 @@ def _late(body: Body) -> list[str]:
 class _Build:
     """One body on its way to a layout."""
 
-    def __init__(self, body: Body, segment: Segment, axis: Axis) -> None:
-        self.body, self.segment, self.axis, self.degree = body, segment, axis, axis.degree
+    def __init__(self, body: Body, segment: Segment, axis: Axis, whole: Collection[str]) -> None:
+        self.body, self.segment, self.axis, self.degree, self.whole = body, segment, axis, axis.degree, whole
         self.forward, backward = body.forward, body.backward or Function((), (), ())
         values, fixed = len(segment.values), len(segment.forward_fixed)
         names = [v.name for v in self.forward.inputs]
@@ -242,7 +242,8 @@ class _Build:
 
     def _sources(self) -> Iterator[Unit]:
         for name in (*self.given, *self.back_given):
-            yield Unit(f"in {name}", (), (name,), tuple(Option((), (i,)) for i in range(len(self.places[name]))))
+            count = 1 if name in self.whole else len(self.places[name])
+            yield Unit(f"in {name}", (), (name,), tuple(Option((), (i,)) for i in range(count)))
         for name in (*self.fixed, *(self.late[name] for name in self.back_fixed)):
             yield Unit(f"fixed {name}", (), (name,), (Option((), (0,)),))
 
@@ -275,7 +276,8 @@ class _Build:
 
     def _sinks(self) -> Iterator[Unit]:
         for i, name in enumerate(self.forward.outputs):
-            yield self._sink(f"out {i} {name}", name, whole=i >= len(self.segment.outputs))
+            whole = i >= len(self.segment.outputs) or name in self.whole  # new values of buffers are the same everywhere
+            yield self._sink(f"out {i} {name}", name, whole=whole)
         if self.body.backward is not None:
             taken = {gradient for owner, gradient in self.gradients if owner is not None}
             for i, name in enumerate(self.body.backward.outputs):
@@ -283,7 +285,6 @@ class _Build:
                     yield self._sink(f"back {i} {name}", self.late.get(name, name), whole=False)
 
     def _sink(self, unit: str, name: str, *, whole: bool) -> Unit:
-        """`whole`: new values of buffers are the same on every place."""
         count = 1 if whole else len(self.places[name])
         return Unit(unit, (name,), (), tuple(Option((i,), ()) for i in range(count)))
 
@@ -291,9 +292,9 @@ class _Build:
         return self.axis.local_bytes(self.values[name], how)
 
 
-def layout_of(body: Body, segment: Segment, axis: Axis) -> BodyLayout:
-    """The layout of a body, whose formals are those of `segment`, on an axis."""
-    return _Build(body, segment, axis).build()
+def layout_of(body: Body, segment: Segment, axis: Axis, whole: Collection[str] = ()) -> BodyLayout:
+    """The layout of a body, whose formals are those of `segment`, on an axis. What is in `whole` passes it unsplit."""
+    return _Build(body, segment, axis, whole).build()
 
 
 def _plain_value(value: Value, batch: int) -> Value:

@@ -1,0 +1,165 @@
+"""Tensor placements of a whole step on one axis: every segment's table over its boundary, and the best of their sum.
+
+A body's table says what it costs for each placement of the values that come in and go out, forward and backward. What
+passes between segments has one placement that all its segments agree on; a body moves it inside where it wants it
+otherwise. What several segments read and no parameter enters (rotary tables, masks) is whole at every place, and
+each takes its piece. Parameters of several segments, and pinned ones, are part of the boundary. Equal bodies share a table, so the
+time goes with the number of distinct bodies.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from autopart.ir.placed import PlacedBody
+from autopart.ir.placement import TensorPlacement
+from autopart.ir.segmented import Segment, Segmented
+from autopart.solver.axis import Axis
+from autopart.solver.eliminate import Eliminated, Table, eliminate, picks, solve
+from autopart.solver.tensor import BodyLayout, layout_of
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """The bodies of the segments, in order, as placed (equal ones are one object), and the predicted picoseconds."""
+
+    segments: tuple[PlacedBody, ...]
+    cost: int
+    between: Mapping[str, TensorPlacement]
+
+
+@dataclass(frozen=True, slots=True)
+class _Solved:
+    """A body's layout and table; `units` are the dims of the table."""
+
+    layout: BodyLayout
+    units: tuple[str, ...]
+    table: Eliminated
+
+
+def place(segmented: Segmented, axis: Axis, pins: Mapping[str, TensorPlacement] | None = None) -> Placed:
+    """The fastest placement of every value on an axis. `pins` are placements of parameters, by target.
+
+    What the caller passes is whole at every place, and so are the loss and gradients of inputs. Raises ValueError for a
+    pin that no layout can keep, naming those that one can.
+    """
+    pins = dict(pins or {})
+    _known(segmented, pins)
+    users = Counter(target for segment in segmented.segments for target in segment.parameters)
+    outside = {target for target, count in users.items() if count > 1} | pins.keys()
+    whole = _whole(segmented)
+    solved: dict[tuple[int, tuple[str, ...]], _Solved] = {}
+    wired = []
+    for segment in segmented.segments:
+        wires = _wires(segmented, segment, outside)
+        units = tuple(unit for unit, name in wires.items() if name not in whole)
+        key = segment.body, units
+        if key not in solved:
+            shared = {unit.split()[-1] for unit, name in wires.items() if name in whole}
+            layout = layout_of(segmented.bodies[segment.body], segment, axis, shared)
+            solved[key] = _Solved(layout, units, solve(layout.layout, units))
+        wired.append((solved[key], tuple(wires[unit] for unit in units)))
+    domains = _domains(wired)
+    tables = [_over(found, variables, domains) for found, variables in wired]
+    tables += [_pinned(v, how, domains) for v, how in pins.items()]
+    best = eliminate(tables)
+    values, cost = best.best(), best.least()
+    if values is None or cost is None:
+        raise ValueError(f"no layout on {axis.name!r} keeps all of these pins together: {', '.join(pins)}")
+    between = {name: domains[name][at] for name, at in values.items()}
+    made: dict[object, PlacedBody] = {}
+    return Placed(tuple(_placed(found, variables, between, made) for found, variables in wired), cost, between)
+
+
+def _known(segmented: Segmented, pins: Mapping[str, TensorPlacement]) -> None:
+    targets = {target for segment in segmented.segments for target in segment.parameters}
+    for target in pins:
+        if target not in targets:
+            raise ValueError(f"placement: no segment has a parameter {target!r}")
+
+
+def _whole(segmented: Segmented) -> set[str]:
+    """The values between segments that are whole at every place."""
+    captured = segmented.captured
+    trained = {item.value.name for item in captured.of_kind("parameter") if item.requires_grad}
+    for node in captured.nodes:
+        if not trained.isdisjoint(node.refs()):
+            trained.update(node.names())
+    readers = Counter(name for segment in segmented.segments for name in segment.values)
+    given = {item.value.name for item in captured.of_kind("input", "tangent")}
+    returned = {out.name for out in captured.outputs if out.kind in ("loss", "input_grad")}
+    return given | returned | {name for name, count in readers.items() if count > 1 and name not in trained}
+
+
+def _wires(segmented: Segmented, segment: Segment, outside: set[str]) -> dict[str, str]:
+    """From units of a body's boundary to variables: names of values in the whole graph, and targets of parameters."""
+    body = segmented.bodies[segment.body]
+    names = [v.name for v in body.forward.inputs]
+    wires = {f"in {local}": name for local, name in zip(names, segment.values, strict=False)}
+    outputs = zip(body.forward.outputs, segment.outputs, strict=False)
+    wires |= {f"out {i} {local}": name for i, (local, name) in enumerate(outputs)}
+    owners = dict(zip(names[len(segment.values) + len(segment.forward_fixed) :], segment.forward_parameters, strict=True))
+    if body.backward is not None:
+        formals = [v.name for v in body.backward.inputs]
+        wires |= {f"in {local}": name for local, name in zip(formals, segment.backward_inputs, strict=False)}
+        count = len(segment.backward_parameters)
+        owners |= dict(zip(formals[len(formals) - count :], segment.backward_parameters, strict=True))
+        results = (*segment.backward_outputs, *segment.gradients)
+        for i, (local, name) in enumerate(zip(body.backward.outputs, results, strict=True)):
+            if i < len(segment.backward_outputs) or name not in owners.values():
+                wires[f"back {i} {local}"] = name
+    return wires | {f"parameter {local}": target for local, target in owners.items() if target in outside}
+
+
+def _domains(wired: Sequence[tuple[_Solved, tuple[str, ...]]]) -> dict[str, tuple[TensorPlacement, ...]]:
+    """The placements of every variable that some segment can do."""
+    found: dict[str, dict[TensorPlacement, None]] = {}
+    for solved, variables in wired:
+        for unit, variable in zip(solved.units, variables, strict=True):
+            found.setdefault(variable, {}).update(dict.fromkeys(solved.layout.choices(unit)))
+    return {variable: tuple(places) for variable, places in found.items()}
+
+
+def _over(solved: _Solved, variables: tuple[str, ...], domains: Mapping[str, tuple[TensorPlacement, ...]]) -> Table:
+    """A body's table over the variables of a segment; a placement that it cannot do costs infinity."""
+    costs = solved.table.costs
+    for dim, (unit, variable) in enumerate(zip(solved.units, variables, strict=True)):
+        own = {how: i for i, how in enumerate(solved.layout.choices(unit))}
+        at = [own.get(how, len(own)) for how in domains[variable]]
+        nowhere = torch.full_like(costs.narrow(dim, 0, 1), torch.inf)
+        costs = torch.cat((costs, nowhere), dim).index_select(dim, torch.tensor(at))
+    for variable in dict.fromkeys(v for v in variables if variables.count(v) > 1):
+        first, *more = (dim for dim, v in enumerate(variables) if v == variable)
+        for dim in reversed(more):  # one value in two places of the boundary: only equal placements count
+            costs = costs.diagonal(0, first, dim).movedim(-1, first)
+            variables = variables[:dim] + variables[dim + 1 :]
+    return Table(variables, costs)
+
+
+def _pinned(variable: str, how: TensorPlacement, domains: Mapping[str, tuple[TensorPlacement, ...]]) -> Table:
+    places = domains[variable]
+    if how not in places:
+        known = ", ".join(str(p) for p in places)
+        raise ValueError(f"placement: {variable!r} cannot be {how} on this axis; it can be {known}")
+    costs = torch.full((len(places),), torch.inf, dtype=torch.float64)
+    costs[places.index(how)] = 0
+    return Table((variable,), costs)
+
+
+def _placed(
+    solved: _Solved, variables: tuple[str, ...], between: Mapping[str, TensorPlacement], made: dict[object, PlacedBody]
+) -> PlacedBody:
+    given = {
+        f"u:{unit}": solved.layout.choices(unit).index(between[variable])
+        for unit, variable in zip(solved.units, variables, strict=True)
+    }
+    key = id(solved), tuple(given.items())
+    if key not in made:
+        values = solved.table.best(given)
+        assert values is not None  # the sum of the tables is finite
+        made[key] = solved.layout.placed(picks(solved.layout.layout, values))
+    return made[key]
