@@ -1,4 +1,4 @@
-"""The places of a mesh axis in one process: local functions run in step, their collectives done here on plain tensors."""
+"""The places of a mesh axis in one process: local functions run in step, their collectives done on plain tensors."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def gathered(found: Sequence[torch.Tensor], how: TensorPlacement, batch: int) ->
     match how:
         case Replicate():
             for other in found[1:]:
-                torch.testing.assert_close(other, found[0], rtol=1e-13, atol=1e-14)
+                torch.testing.assert_close(other, found[0], rtol=1e-13, atol=1e-14, equal_nan=True)
             return found[0]
         case Shard():
             return joined(found, how.dim, number(how.outer, batch))
@@ -89,11 +89,12 @@ def run(functions: Sequence[Function], given: Sequence[Sequence[torch.Tensor]], 
         if ended:
             assert not asked, f"some places wait in {asked[0][0]}, others have ended"
             return ended, log
-        assert all((a[0], a[2]) == (asked[0][0], asked[0][2]) for a in asked), f"places call unlike collectives: {asked}"
+        assert all((a[0], a[2]) == (asked[0][0], asked[0][2]) for a in asked), f"unlike collectives: {asked}"
         name, _, args = asked[0]
-        answers = _perform(name, [tensor for _, tensor, _ in asked], args)
-        largest = max(sum(t.numel() for _, t, _ in asked) if name in ("all_gather", "all_to_all") else asked[0][1].numel(), 0)
-        log.append((name, largest * asked[0][1].element_size()))
+        tensors = [tensor for _, tensor, _ in asked]
+        answers = _perform(name, tensors, args)
+        split = name in ("all_gather", "all_to_all")
+        log.append((name, sum(t.nbytes for t in tensors) if split else tensors[0].nbytes))
 
 
 def _perform(name: str, tensors: list[torch.Tensor], args: tuple[Any, ...]) -> list[torch.Tensor]:

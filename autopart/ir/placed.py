@@ -49,7 +49,7 @@ class Move:
 class PlacedFunction:
     """A function with a placement for every input and output and a strategy for every node, in order.
 
-    `moves` has each redistribution once, each after those that it starts from; the first reader in want of one makes it.
+    `moves` has each redistribution once, each after those that it starts from; the first reader causes it.
     """
 
     function: Function
@@ -73,6 +73,10 @@ class PlacedBody:
     def moves(self) -> tuple[Move, ...]:
         """Every redistribution, forward and backward."""
         return self.forward.moves + (self.backward.moves if self.backward is not None else ())
+
+    def wanted(self) -> dict[str, TensorPlacement]:
+        """How each value that the backward reads must be there at the end of the forward."""
+        return dict(zip(self.body.saved, self.saved, strict=True))
 
     def __str__(self) -> str:
         """A line an input, an output and a move."""

@@ -98,8 +98,8 @@ class Replicate:
 class Shard:
     """A value that is split along `dim`; as the inner part of ``outer x split x rest`` where a view merged dims.
 
-    What is split is cut as `ir.mesh.pieces` cuts, in whole units of `unit` elements: heads are not cut in two. Where the
-    axis divides it evenly the unit makes no difference, and is 1.
+    What is split is cut as `ir.mesh.pieces` cuts, in whole units of `unit` elements: heads are not cut in two. Where
+    the axis divides it evenly the unit makes no difference, and is 1.
     """
 
     dim: int

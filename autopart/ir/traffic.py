@@ -13,7 +13,7 @@ def sent_bytes(collective: str, payload: int, ranks: int) -> int:
 
     The payload is the whole buffer: what is reduced, or what is there after the gather. all-reduce 2 (N-1)/N M;
     all-gather and reduce-scatter (N-1)/N M (ZeRO, arXiv 1910.02054, section 7.1); broadcast counts (N-1)/N M, the
-    average over the ranks of a pipelined chain; all-to-all, of which each rank holds the Nth part, (N-1)/N of that part.
+    average over the ranks of a pipelined chain; all-to-all, of which each rank holds the Nth part, (N-1)/N of that.
     Rounded down to whole bytes.
     """
     if collective not in COLLECTIVES:

@@ -4,9 +4,9 @@ before: y = x @ w    x: Replicate, w: Shard(1), y read whole    after: y = x @ w
                                                                        y_all = all_gather(y, "tp", 1, 1, (n/2, n/2))
 
 Each node runs under its strategy: on local operands, with the sizes among its arguments cut down. A value that is read
-in another placement than it is given in is moved once, before its first reader; later readers share it. What every place
-can do alone (taking its piece of a whole value, or leaving a whole value to the first place for a sum) is written in
-aten operators.
+in another placement than it is given in is moved once, before its first reader; later readers share it. What every
+place can do alone (taking its piece of a whole value, or leaving a whole value to the first place for a sum) is written
+in aten operators.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from autopart.collectives import operator
-from autopart.ir.graph import Dim, Node, Ref, Value
+from autopart.ir.graph import Arg, Dim, Node, Ref, Value
 from autopart.ir.names import fresh
 from autopart.ir.placed import Move, PlacedBody, PlacedFunction, Strategy
 from autopart.ir.placement import Partial, Replicate, Shard, TensorPlacement
@@ -29,6 +29,8 @@ from autopart.rules.spread import Writer
 from autopart.rules.strategies import Ruled
 
 aten = torch.ops.aten
+
+DENSE: tuple[tuple[str, Arg], ...] = (("memory_format", torch.contiguous_format),)
 
 
 def localise(placed: PlacedBody, place: int) -> Body:
@@ -56,7 +58,12 @@ class _Local:
     """One function on its way to what one place runs; `have` is where each value is, by name and placement."""
 
     def __init__(
-        self, placed: PlacedBody, part: PlacedFunction, place: int, names: set[str], saved: Mapping[str, str] | None = None
+        self,
+        placed: PlacedBody,
+        part: PlacedFunction,
+        place: int,
+        names: set[str],
+        saved: Mapping[str, str] | None = None,
     ) -> None:
         self.axis, self.degree, self.place, self.part, self.names = placed.axis, placed.degree, place, part, names
         self.values = {v.name: v for v in part.function.inputs}
@@ -108,9 +115,7 @@ class _Local:
         else:
             self._plain(ruled, strategy, refs, outs)
 
-    def _plain(
-        self, ruled: Ruled, strategy: Strategy, refs: Mapping[str, Value], outs: Iterable[Value | None]
-    ) -> None:
+    def _plain(self, ruled: Ruled, strategy: Strategy, refs: Mapping[str, Value], outs: Iterable[Value | None]) -> None:
         """The node itself, with local operands and sizes."""
         made = ruled.node
         sizes = self._sizes(ruled, strategy)
@@ -182,8 +187,7 @@ class _Local:
         shape, start, own = list(whole.shape), plus(parts[: self.place]), parts[self.place]
         if outer == 1:
             piece = self._call(aten.slice.Tensor, x, dim, start, plus((start, own)), move=move, wish="part")
-            keywords = {"memory_format": torch.contiguous_format}
-            return self._call(aten.clone.default, piece, move=move, wish="part", **keywords)
+            return self._call(aten.clone.default, piece, move=move, wish="part", keywords=DENSE)
         spread = [*shape[:dim], outer, plus(parts), *shape[dim + 1 :]]
         local = [*shape[:dim], outer, own, *shape[dim + 1 :]]
         apart = self._call(aten.reshape.default, x, tuple(spread), move=move, wish="part", shape=spread)
@@ -194,14 +198,15 @@ class _Local:
         return self._call(aten.reshape.default, piece, merged, move=move, wish="part")
 
     def _call(
-        self, op: Any, x: Value, *args: Any, move: Move, wish: str, shape: Iterable[Dim] | None = None, **kwargs: Any
-    ) -> Value:
+        self, op: Any, x: Value, *args: Any, move: Move, wish: str, shape: Iterable[Dim] | None = None,
+        keywords: tuple[tuple[str, Arg], ...] = (),
+    ) -> Value:  # fmt: skip
         """Append a call on `x`, whose result has the shape of the move's target unless another is given."""
         local = self._local(self.values[move.value], move.target, self._fresh(f"{move.value}_{wish}"))
         out = local if shape is None else replace(local, shape=tuple(shape))
         at = self.here
         backward, module, source = (at.backward, at.module, at.source) if at is not None else (False, "", "")
-        self.nodes.append(Node(op, (Ref(x.name), *args), tuple(kwargs.items()), (out,), True, backward, module, source))
+        self.nodes.append(Node(op, (Ref(x.name), *args), keywords, (out,), True, backward, module, source))
         return out
 
     def _fresh(self, wish: str) -> str:

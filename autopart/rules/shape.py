@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from autopart.ir.graph import Dim
 from autopart.rules.factor import Call, Dims, Draft, Family, Rule, each, plus, ratio, times, wrap

@@ -44,7 +44,7 @@ class Writer:
         self._name = name
 
     def __call__(self, op: Any, *args: Any, like: Value, name: str = "", **kwargs: Any) -> Value:
-        """Append a call whose result has the shape and dtype of `like`; values among the arguments become references."""
+        """Append a call whose result has the shape and dtype of `like`; values in the arguments become references."""
         value = Value(name or self._name(op.overloadpacket.__name__.strip("_")), like.shape, like.dtype)
         self.put(op, args, (value,), kwargs)
         return value
@@ -231,7 +231,14 @@ def _nll_backward(w: Writer, call: Call) -> None:
     refs, how = w.refs, call.args["reduction"]
     total: Arg = refs["total_weight"]
     w.last(
-        aten.nll_loss_backward.default, refs["grad_output"], refs["self"], _own_targets(w, call), None, how, NOWHERE, total
+        aten.nll_loss_backward.default,
+        refs["grad_output"],
+        refs["self"],
+        _own_targets(w, call),
+        None,
+        how,
+        NOWHERE,
+        total,
     )
 
 

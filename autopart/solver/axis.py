@@ -27,15 +27,13 @@ LOCAL = 1
 class Axis:
     """One axis to place a body on: its name and degree, the devices, and the microbatch whose time counts.
 
-    `price` is what a byte of memory costs, in picoseconds: next to nothing by default, so that equally fast layouts
-    prefer the smaller. `copies` is how many times a parameter's bytes are held: itself, its gradient, Adam's moments.
+    `copies` is how many times a parameter's bytes are held: itself, its gradient, Adam's moments.
     """
 
     name: str
     degree: int
     cluster: Cluster
     batch: int
-    price: float = 1e-3
     copies: int = 4
 
     def __post_init__(self) -> None:
@@ -46,10 +44,6 @@ class Axis:
         """The time of one collective over a buffer of `nbytes` bytes."""
         seconds = self.cluster.link_latency + sent_bytes(kind, nbytes, self.degree) / self.cluster.link_bandwidth
         return round(seconds * PICO)
-
-    def held(self, nbytes: float, times: int = 1) -> int:
-        """The price of holding bytes."""
-        return round(nbytes * times * self.price)
 
     def moves(self, value: Value, placements: Sequence[TensorPlacement]) -> Moves:
         """The price of every redistribution of a value."""
@@ -93,7 +87,7 @@ class Axis:
         if not ruled.spread.exchanges:
             return 0
         value = values[next(o.value.name for o in ruled.call.operands if o.slot == slot)]
-        return ruled.spread.exchanges * self.collective("all_reduce", value.nbytes(1) // int(value.shape[dim]))
+        return ruled.spread.exchanges * self.collective("all_reduce", value.nbytes(1) // value.at(1)[dim])
 
 
 def collective_of(source: TensorPlacement, target: TensorPlacement) -> str | None:

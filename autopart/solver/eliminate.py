@@ -3,14 +3,14 @@
 Every unit is a variable (its option), and so is, for every value, the set of placements in which it is needed. Costs
 are tables over few variables each:
 
-    cost(o)                                     over a unit
+    time(o) + price * memory(o)                 over a unit
     tree(given(o), s)                           over a value's maker and its set
     0 if s has the placement needed(o), else inf    over the set and a reader
 
 A variable is eliminated by adding up the tables that have it and taking the minimum over it; what is left is a table
-over its neighbours (bucket elimination; Dechter 1999). Forward and backward of a transformer layer need
-tables of some millions of entries. Variables in `keep` stay: the result is the minimum for each of their values, so that
-what is outside of the body can be chosen later.
+over its neighbours (bucket elimination; Dechter 1999). Forward and backward of a transformer layer need tables of some
+millions of entries. Variables in `keep` stay: the result is the minimum for each of their values, so that what is
+outside of the body can be chosen later.
 """
 
 from __future__ import annotations
@@ -38,14 +38,11 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Eliminated:
-    """What is left: `costs` has a dim for each of `keep`.
-
-    `choices` has, in the order of elimination, each variable's best value for all values of its neighbours then.
-    """
+    """What is left: `costs` has a dim for each of `keep`; `parts` the tables that each variable was eliminated from."""
 
     keep: tuple[Variable, ...]
     costs: torch.Tensor
-    choices: tuple[tuple[Variable, Table], ...]
+    parts: tuple[tuple[Variable, tuple[Table, ...]], ...]
 
     def least(self, given: Mapping[Variable, int] | None = None) -> int | None:
         """The least cost where kept variables have the values `given`; None if there is no way."""
@@ -62,8 +59,12 @@ class Eliminated:
                 costs = costs.narrow(dim, given[variable], 1)
         at = torch.unravel_index(costs.argmin(), costs.shape)
         values = {v: (given or {}).get(v, int(i)) for v, i in zip(self.keep, at, strict=True)}
-        for variable, table in reversed(self.choices):
-            values[variable] = int(table.costs[tuple(values[v] for v in table.variables)])
+        for variable, tables in reversed(self.parts):
+            column = sum(
+                t.costs[tuple(slice(None) if v == variable else values[v] for v in t.variables)] for t in tables
+            )
+            assert isinstance(column, torch.Tensor)  # a variable is in some table
+            values[variable] = int(column.argmin())
         return values
 
 
@@ -77,23 +78,22 @@ def eliminate(tables: Sequence[Table], keep: Sequence[Variable] = (), largest: i
     if entries > largest:
         raise MemoryError(f"a table of {entries} entries: this graph is too entangled to be solved exactly")
     left = list(tables)
-    choices: list[tuple[Variable, Table]] = []
+    parts: list[tuple[Variable, tuple[Table, ...]]] = []
     for variable in order:
-        whole = _join([table for table in left if variable in table.variables], sizes)
+        mine = tuple(table for table in left if variable in table.variables)
         left = [table for table in left if variable not in table.variables]
+        whole = _join(mine, sizes)
         dim = whole.variables.index(variable)
-        rest = whole.variables[:dim] + whole.variables[dim + 1 :]
-        costs, best = whole.costs.min(dim)
-        left.append(Table(rest, costs))
-        choices.append((variable, Table(rest, best.to(torch.int16))))
+        left.append(Table(whole.variables[:dim] + whole.variables[dim + 1 :], whole.costs.amin(dim)))
+        parts.append((variable, mine))
     kept = Table(tuple(keep), torch.zeros([sizes[v] for v in keep], dtype=torch.float64))
-    return Eliminated(tuple(keep), _join([kept, *left], sizes).costs, tuple(choices))
+    return Eliminated(tuple(keep), _join([kept, *left], sizes).costs, tuple(parts))
 
 
 def elimination_order(
     tables: Iterable[Table], keep: Iterable[Variable], sizes: Mapping[Variable, int]
 ) -> tuple[list[Variable], int]:
-    """An order that keeps tables small, and the entries of the largest: the variable that newly joins least comes first.
+    """An order that keeps tables small, and the entries of the largest: the variable that joins least anew is first.
 
     (The weighted minimum fill-in of Kjaerulff 1990: what two variables joined cost is the product of their log sizes.)
     """
@@ -120,9 +120,9 @@ def elimination_order(
     return order, largest
 
 
-def solve(layout: Layout, keep: Sequence[str] = ()) -> Eliminated:
-    """A layout's minimum over all but the units `keep`. The variable of a unit is ``u:name``."""
-    return eliminate(tuple(_tables(layout)), tuple(f"u:{name}" for name in keep))
+def solve(layout: Layout, keep: Sequence[str] = (), price: float = 0.0) -> Eliminated:
+    """A layout's minimum over all but the units `keep`, at a price of a byte. The variable of a unit is ``u:name``."""
+    return eliminate(tuple(_tables(layout, price)), tuple(f"u:{name}" for name in keep))
 
 
 def picks(layout: Layout, values: Mapping[Variable, int]) -> tuple[int, ...]:
@@ -130,11 +130,12 @@ def picks(layout: Layout, values: Mapping[Variable, int]) -> tuple[int, ...]:
     return tuple(values[f"u:{unit.name}"] for unit in layout.units)
 
 
-def _tables(layout: Layout) -> Iterator[Table]:
+def _tables(layout: Layout, price: float) -> Iterator[Table]:
     moves = dict(layout.moves)
     readers: dict[str, list[tuple[Unit, int]]] = {}
     for unit in layout.units:
-        yield Table((f"u:{unit.name}",), torch.tensor([option.cost for option in unit.options], dtype=torch.float64))
+        costs = torch.tensor([option.cost(price) for option in unit.options], dtype=torch.float64)
+        yield Table((f"u:{unit.name}",), costs)
         for place, value in enumerate(unit.reads):
             readers.setdefault(value, []).append((unit, place))
     for unit in layout.units:

@@ -3,12 +3,12 @@
     unit u picks one option o(u): how it needs each value that it reads, how it gives each that it makes, what it costs
     value v is given in one placement and needed in a set of them; `moves[v][i][j]` is the price of i made into j
 
-    minimise   sum over u of cost(o(u))  +  sum over v of tree(v)
+    minimise   sum over u of time(o(u)) + price * memory(o(u))  +  sum over v of tree(v)
 
 where tree(v) is the cheapest way to have v in all the placements that are needed, starting from the one that is given:
 each is made once, from any that is there, passing through others where that is cheaper (an arborescence with optional
 intermediate nodes). Formula by formula: `tree` and `evaluate` here; `solver.eliminate` finds the minimum.
-Costs are whole numbers (picoseconds), so that sums are exact.
+Times are whole numbers (picoseconds), and so is what an option's bytes cost, so that sums are exact.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-IMPOSSIBLE = 1 << 50
-"""The price of what cannot be done: more than any layout costs (18 minutes)."""
+IMPOSSIBLE = 1 << 62
+"""The price of what cannot be done: more than any layout costs."""
 
 MOST = 2
 """How many placements of one value may be needed. A third would save nothing that is worth having it in the tables."""
@@ -33,7 +33,12 @@ class Option:
 
     needs: tuple[int | None, ...]
     gives: tuple[int, ...]
-    cost: int = 0
+    time: int = 0
+    memory: int = 0
+
+    def cost(self, price: float) -> int:
+        """Picoseconds, where a byte held costs `price` of them."""
+        return self.time + round(self.memory * price)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,10 +93,10 @@ def _reach(moves: Moves, given: int) -> dict[frozenset[int], Tree]:
     return found
 
 
-def evaluate(layout: Layout, picks: Sequence[int]) -> int | None:
+def evaluate(layout: Layout, picks: Sequence[int], price: float = 0.0) -> int | None:
     """What a choice of one option a unit costs, None if some value cannot be had as it is needed."""
     chosen = [unit.options[pick] for unit, pick in zip(layout.units, picks, strict=True)]
-    total = sum(option.cost for option in chosen)
+    total = sum(option.cost(price) for option in chosen)
     for value, given, needed in flows(layout, chosen):
         if len(needed) > MOST:
             return None

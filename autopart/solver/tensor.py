@@ -140,15 +140,13 @@ class _Build:
     def build(self) -> BodyLayout:
         """The layout."""
         cuts, shards = self._candidates()
-        options = [
-            strategies(r, sorted(c, key=str), self.degree) for r, c in zip(self.ruled, cuts, strict=True)
-        ]
+        options = [strategies(r, sorted(c, key=str), self.degree) for r, c in zip(self.ruled, cuts, strict=True)]
         pending = self._pending(options)
-        self.places = {
-            name: (Replicate(), *([Partial()] if self._key(name) in pending else []),
-                   *sorted(shards.get(self._key(name), ()), key=str))
-            for name in self.values
-        }  # fmt: skip
+        self.places: dict[str, tuple[TensorPlacement, ...]] = {}
+        for name in self.values:
+            key = self._key(name)
+            sums = (Partial(),) if key in pending else ()
+            self.places[name] = (Replicate(), *sums, *sorted(shards.get(key, ()), key=str))
         units = [*self._sources(), *self._own_parameters()]
         found: list[tuple[Strategy, ...]] = [()] * len(units)
         numbers = {name: _plain_value(value, self.axis.batch) for name, value in self.values.items()}
@@ -258,7 +256,7 @@ class _Build:
                     continue
                 needs = tuple(self.places[g].index(how) for g in grads)
                 gives = tuple(self.places[n].index(how) for n in makes)
-                options.append(Option(needs, gives, self.axis.held(self._bytes(makes[0], how), self.axis.copies)))
+                options.append(Option(needs, gives, 0, self._bytes(makes[0], how) * self.axis.copies))
             yield Unit(f"parameter {name}", grads, makes, tuple(options))
 
     def _saves(self) -> Iterator[Unit]:
@@ -268,7 +266,7 @@ class _Build:
         for name in self.body.saved:
             base = root.get(name, name)
             options = tuple(
-                Option((i,), (i,), 0 if base in held else self.axis.held(self._bytes(name, how)))
+                Option((i,), (i,), 0, 0 if base in held else self._bytes(name, how))
                 for i, how in enumerate(self.places[name])
             )
             held.add(base)
@@ -276,7 +274,9 @@ class _Build:
 
     def _sinks(self) -> Iterator[Unit]:
         for i, name in enumerate(self.forward.outputs):
-            whole = i >= len(self.segment.outputs) or name in self.whole  # new values of buffers are the same everywhere
+            whole = (
+                i >= len(self.segment.outputs) or name in self.whole
+            )  # new values of buffers are the same everywhere
             yield self._sink(f"out {i} {name}", name, whole=whole)
         if self.body.backward is not None:
             taken = {gradient for owner, gradient in self.gradients if owner is not None}
@@ -288,8 +288,8 @@ class _Build:
         count = 1 if whole else len(self.places[name])
         return Unit(unit, (name,), (), tuple(Option((i,), ()) for i in range(count)))
 
-    def _bytes(self, name: str, how: TensorPlacement) -> float:
-        return self.axis.local_bytes(self.values[name], how)
+    def _bytes(self, name: str, how: TensorPlacement) -> int:
+        return round(self.axis.local_bytes(self.values[name], how))
 
 
 def layout_of(body: Body, segment: Segment, axis: Axis, whole: Collection[str] = ()) -> BodyLayout:
