@@ -64,23 +64,23 @@ def place(
     found = _at(wired, pins, axis, TIE)
     if memory is None or found.memory <= memory:
         return found
-    low, high = TIE, DEAR
-    found = _at(wired, pins, axis, high)
-    if found.memory > memory:
+    smallest = _at(wired, pins, axis, DEAR)
+    if smallest.memory > memory:
         raise PlanInfeasible(
             f"on {axis.name}={axis.degree} the parameters and what is saved for the backward take at least"
-            f" {found.memory} bytes, more than the {memory} allowed; a larger axis, fewer samples or recompute helps"
+            f" {smallest.memory} bytes, more than the {memory} allowed; a larger axis, fewer samples or recompute helps"
         )
-    for _ in range(STEPS):
-        middle = (low * high) ** 0.5
-        tried = _at(wired, pins, axis, middle)
-        low, high = (low, middle) if tried.memory <= memory else (middle, high)
-        found = min(found, tried, key=lambda p: (p.memory > memory, p.time))
-    return found
+    over, under = found, smallest
+    while under.time > over.time:  # the hull between the two: the price at which they cost the same may find a third
+        middle = _at(wired, pins, axis, (under.time - over.time) / (over.memory - under.memory))
+        if not under.memory < middle.memory < over.memory:
+            break
+        over, under = (over, middle) if middle.memory <= memory else (middle, under)
+    return under
 
 
-TIE, DEAR, STEPS = 1e-3, 1e6, 16
-"""Picoseconds a byte: of equally fast layouts the smaller, and memory before all; and how often to halve between."""
+TIE, DEAR = 1e-3, 1e6
+"""Picoseconds a byte: of equally fast layouts the smaller, and memory before all."""
 
 
 def _wired(segmented: Segmented, axis: Axis, pinned: Collection[str]) -> list[_Wired]:
