@@ -27,6 +27,7 @@ from examples.gpt import GPT, Config
 from tests import places
 from tests.interpret import Values, bind, distance, execute, run_function
 from tests.models import MLP
+from tests.models import gpt as tied
 from tests.zoo import resnet
 
 SAMPLES, LENGTH, WIDTH = 2, 16, 96
@@ -104,7 +105,7 @@ def lookups() -> Sample:
 
 CASES: dict[str, Callable[[], Sample]] = {
     "gpt": gpt, "gpt_wide": lambda: gpt(vocabulary=1024), "gpt2": gpt2, "llama": llama, "mlp": mlp, "conv": conv,
-    "lookups": lookups,
+    "lookups": lookups, "tied": tied,
 }  # fmt: skip
 
 

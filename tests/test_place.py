@@ -7,7 +7,10 @@ from functools import cache
 from random import Random
 
 import pytest
+import torch
 
+from autopart.api.compiler import captured_step
+from autopart.capture import read
 from autopart.cluster import Cluster
 from autopart.errors import PlanInfeasible
 from autopart.ir.graph import Size
@@ -15,6 +18,7 @@ from autopart.ir.placed import PlacedBody
 from autopart.ir.placement import Partial, Replicate, Shard
 from autopart.passes.consistent import faults
 from autopart.passes.localise import localise
+from autopart.passes.segment import segment
 from autopart.solver.axis import Axis
 from autopart.solver.eliminate import picks, solve
 from autopart.solver.place import Placed, place
@@ -145,8 +149,19 @@ def test_models_of_transformers(name: str, degree: int) -> None:
 
 
 @pytest.mark.soak
+def test_a_tied_parameter_has_one_placement() -> None:
+    """In the embedding and in the head, forward and backward; layers hand each other skips besides."""
+    made, _, _ = steps("tied")
+    found = placed("tied", 2, FAST)
+    ran("tied", found)
+    users = [i for i, piece in enumerate(made.segments) if "wte.weight" in piece.forward_parameters]
+    assert len(users) == 2
+    assert len({parameters("tied", found, i)["wte.weight"] for i in users}) == 1
+
+
+@pytest.mark.soak
 @pytest.mark.parametrize("degree", [2, 3, 4])
-@pytest.mark.parametrize("name", ["gpt", "gpt_wide", "gpt2", "llama", "mlp", "conv", "lookups"])
+@pytest.mark.parametrize("name", ["gpt", "gpt_wide", "gpt2", "llama", "mlp", "conv", "lookups", "tied"])
 def test_whatever_is_found_is_right(name: str, degree: int) -> None:
     for cluster in (FAST, SLOW):
         ran(name, placed(name, degree, cluster))
@@ -262,3 +277,37 @@ def test_a_program_holds_at_every_batch() -> None:
     assert local.forward.inputs[0].shape == (Size(1), LENGTH, WIDTH)
     made = [out for node in (*local.forward.nodes, *local.backward.nodes) for out in node.outs if out is not None]
     assert all(SAMPLES not in out.shape for out in made if len(out.shape) == 3)
+
+
+@pytest.mark.soak
+def test_a_llama_of_seventy_billion_on_eight_devices() -> None:
+    """Shapes alone: rows and columns for the large products, the sequence split between them, the vocabulary split."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    with torch.device("meta"):
+        config = LlamaConfig(
+            vocab_size=128256,
+            hidden_size=8192,
+            intermediate_size=28672,
+            num_hidden_layers=2,
+            num_attention_heads=64,
+            num_key_value_heads=8,
+            use_cache=False,
+        )
+        model = LlamaForCausalLM(config).to(torch.bfloat16)
+    ids = torch.zeros((2, 4096), dtype=torch.long)
+    call = read(model, (), {"input_ids": ids, "labels": ids})
+    made = segment(captured_step(model, call, None, False, "direct"))
+    found = place(made, Axis("tp", 8, Cluster.preset("h100-80", per_node=8), 1))
+    how: dict[str, object] = {}
+    for piece, body in zip(made.segments, found.segments, strict=True):
+        assert faults(body, piece) == ()
+        inputs = body.forward.inputs
+        how |= zip(piece.forward_parameters, inputs[len(inputs) - len(piece.forward_parameters) :], strict=True)
+    layer = "model.layers.1."
+    columns = ("self_attn.q_proj", "mlp.gate_proj", "mlp.up_proj")
+    assert all(how[f"{layer}{name}.weight"] == Shard(0) for name in columns)
+    assert how[f"{layer}self_attn.o_proj.weight"] == how[f"{layer}mlp.down_proj.weight"] == Shard(1)
+    assert how["lm_head.weight"] == Shard(0)
+    hidden = [name for name in made.segments[-1].values if found.between.get(name) is not None]
+    assert [found.between[name] for name in hidden] == [Shard(1)]
