@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 STATES = ("parameters", "optimizer", "gradients", "activations")
 
+from autopart.ir.graph import Dim, Size
+
 
 class Mode(Enum):
     """How one state is placed on one axis."""
@@ -277,13 +279,19 @@ class Replicate:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A value that is split along `dim`; as the inner part of ``outer x split x rest`` where a view merged dims."""
+    """A value that is split along `dim`; as the inner part of ``outer x split x rest`` where a view merged dims.
+
+    What is split is cut as `ir.mesh.pieces` cuts, in whole units of `unit` elements: heads are not cut in two. Where
+    the axis divides it evenly the unit makes no difference, and is 1.
+    """
 
     dim: int
-    outer: int = 1
+    outer: Dim = 1
+    unit: Dim = 1
 
     def __str__(self) -> str:
-        return f"Shard({self.dim})" if self.outer == 1 else f"Shard({self.dim}, inside {self.outer})"
+        inside = "" if self.outer == 1 else f", inside {_text(self.outer)}"
+        return f"Shard({self.dim}{inside}{'' if self.unit == 1 else f', by {_text(self.unit)}'})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,6 +308,10 @@ class PerSlice:
 
     def __str__(self) -> str:
         return "PerSlice()"
+
+
+def _text(size: Dim) -> str:
+    return size.text("b") if isinstance(size, Size) else str(size)
 
 
 TensorPlacement = Replicate | Shard | Partial | PerSlice

@@ -18,10 +18,7 @@ from autopart.ir.graph import Node, Size, Value
 from autopart.ir.segmented import Body, Function, Halves, Segment, Segmented, defined
 from autopart.passes.split_backward import halves
 from autopart.rules.alias import roots, viewed
-from autopart.rules.flops import count, flops
-
-GATHERS = ("embedding", "index", "index_select", "gather")
-"""Operators that read as many elements of their first tensor as they write, however large it is."""
+from autopart.rules.flops import GATHERS, count, flops
 
 Expression = Any
 """A sympy expression in `batch_symbol()`."""

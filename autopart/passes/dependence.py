@@ -294,7 +294,9 @@ def _has_fractions(value: Value) -> bool:
 
 def _locate(dims: Dims, factors: Sequence[Factor], fact: Fact) -> tuple[int, int] | None:
     """The factor of a split operand that is the batch, and how many elements are outside of the batch within it."""
-    assert isinstance(fact.place, Shard)
+    assert isinstance(fact.place, Shard) and isinstance(
+        fact.place.outer, int
+    )  # what is outside of the batch is a number
     dim = dims[fact.place.dim]
     for i, factor in enumerate(dim):
         size = factors[factor].size

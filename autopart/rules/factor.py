@@ -8,7 +8,7 @@ factor cannot be split at all. `linear` lists the operand sets through which a p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import gcd
 
@@ -132,6 +132,12 @@ def times(left: Dim, right: Dim) -> Dim | None:
     """The product of two sizes; None if both move with the batch."""
     (a, c), (b, d) = _pair(left), _pair(right)
     return None if a and b else _dim(a * d + b * c, c * d)
+
+
+def plus(sizes: Iterable[Dim]) -> Dim:
+    """The sum of sizes."""
+    pairs = [_pair(size) for size in sizes]
+    return _dim(sum(a for a, _ in pairs), sum(c for _, c in pairs))
 
 
 def ratio(size: Dim, by: Dim) -> Dim | None:

@@ -16,6 +16,9 @@ from autopart.ir.graph import Dim, Node, Size, Value
 from autopart.rules.alias import viewed
 from autopart.rules.factor import Call, bind
 
+GATHERS = ("embedding", "index", "index_select", "gather")
+"""Operators that read as many elements of their first tensor as they write, however large it is."""
+
 Expression = Any
 """A sympy expression in `batch_symbol()`, or a plain number."""
 

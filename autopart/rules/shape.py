@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
-from autopart.ir.graph import Dim, Size
-from autopart.rules.factor import Call, Dims, Draft, Family, Rule, each, ratio, times, wrap
+from autopart.ir.graph import Dim
+from autopart.rules.factor import Call, Dims, Draft, Family, Rule, each, plus, ratio, times, wrap
 
 SELF = ("self",)
 
@@ -102,16 +102,10 @@ def _cat(call: Call) -> Rule:
         merged = draft.new(len(parts), blocked=True) + shared
     else:
         dims = [draft.new(length, blocked=True) for length in lengths]
-        merged = draft.new(_sum(lengths), blocked=True)
+        merged = draft.new(plus(lengths), blocked=True)
     operands: dict[str, Dims] = {operand.slot: draft.fixed(operand.value.shape) for operand in call.operands}
     operands |= {operand.slot: (*lead, dim, *tail) for operand, dim in zip(parts, dims, strict=True)}
     return draft.rule(call, operands, [(*lead, merged, *tail)], linear=["tensors*"])
-
-
-def _sum(sizes: Sequence[Dim]) -> Dim:
-    per_sample = sum(int(size.per_sample) for size in sizes if isinstance(size, Size))
-    constant = sum(size.constant if isinstance(size, Size) else size for size in sizes)
-    return Size(per_sample, constant) if per_sample else constant
 
 
 def _stack(call: Call) -> Rule:

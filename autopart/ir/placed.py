@@ -1,0 +1,93 @@
+"""Placed bodies: how each value and each node of one body is placed on a mesh axis, and where values are moved."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autopart.ir.graph import Dim
+from autopart.ir.placement import TensorPlacement
+from autopart.ir.segmented import Body, Function
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A loop of an operator that is split: factor number `factor`, as the inner part of ``outer x split x rest``.
+
+    `outer` and `unit` are as in `Shard`.
+    """
+
+    factor: int
+    outer: Dim = 1
+    unit: Dim = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Strategy:
+    """One way to run a node on the places of an axis.
+
+    `needs` is how each tensor operand must be placed, by slot (None: any way, it is not read); `gives` how each result
+    then is (None for one that nothing uses). `cut` is the loop that is split, None if every place runs all of it.
+    `spread`: the operator needs all of the loop at once, and the places help each other (`rules.spread`).
+    """
+
+    needs: tuple[tuple[str, TensorPlacement | None], ...]
+    gives: tuple[TensorPlacement | None, ...]
+    cut: Cut | None = None
+    spread: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """A value made available in another placement."""
+
+    value: str
+    source: TensorPlacement
+    target: TensorPlacement
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedFunction:
+    """A function with a placement for every input and output and a strategy for every node, in order.
+
+    `moves` has each redistribution once, each after those that it starts from; the first reader causes it.
+    """
+
+    function: Function
+    inputs: tuple[TensorPlacement, ...]
+    strategies: tuple[Strategy, ...]
+    outputs: tuple[TensorPlacement, ...]
+    moves: tuple[Move, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedBody:
+    """A body on `degree` places of `axis`; `saved` is how each saved value is kept for the backward."""
+
+    body: Body
+    axis: str
+    degree: int
+    forward: PlacedFunction
+    saved: tuple[TensorPlacement, ...]
+    backward: PlacedFunction | None
+
+    def moves(self) -> tuple[Move, ...]:
+        """Every redistribution, forward and backward."""
+        return self.forward.moves + (self.backward.moves if self.backward is not None else ())
+
+    def wanted(self) -> dict[str, TensorPlacement]:
+        """How each value that the backward reads must be there at the end of the forward."""
+        return dict(zip(self.body.saved, self.saved, strict=True))
+
+    def __str__(self) -> str:
+        """A line an input, an output and a move."""
+        lines = []
+        for title, part in (("forward", self.forward), ("backward", self.backward)):
+            if part is None:
+                continue
+            lines.append(f"{self.body.name} {title} on {self.axis} of {self.degree}")
+            for value, place in zip(part.function.inputs, part.inputs, strict=True):
+                lines.append(f"  in   {value.name}: {place}")
+            lines += [f"  move {move.value}: {move.source} -> {move.target}" for move in part.moves]
+            for name, place in zip(part.function.outputs, part.outputs, strict=True):
+                lines.append(f"  out  {name}: {place}")
+        return "\n".join(lines)

@@ -1,0 +1,109 @@
+"""consistent: PlacedBody + Segment -> what is wrong with it. The gate that placements pass before they are written out.
+
+Nothing is taken on trust: every strategy must be one that the node's factor rule allows, every operand must be there in
+the placement that it is needed in, every move must start from what is there, and be made once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from autopart.ir.graph import Value
+from autopart.ir.placed import PlacedBody, PlacedFunction
+from autopart.ir.placement import Partial, Replicate, Shard, TensorPlacement
+from autopart.ir.segmented import Segment
+from autopart.rules.split import lengths
+from autopart.rules.strategies import Ruled, strategies
+
+
+def faults(placed: PlacedBody, segment: Segment) -> tuple[str, ...]:
+    """What is wrong, a sentence each; nothing for a body whose places together compute what one device does."""
+    found = [f"forward: {fault}" for fault in _function(placed.forward, placed.degree, placed.wanted())]
+    if placed.backward is not None:
+        found += [f"backward: {fault}" for fault in _function(placed.backward, placed.degree, {})]
+        found += _kept(placed, segment)
+        found += _gradients(placed, segment)
+    return tuple(found)
+
+
+def _function(part: PlacedFunction, degree: int, kept: dict[str, TensorPlacement]) -> Iterator[str]:
+    values: dict[str, Value] = {v.name: v for v in part.function.inputs}
+    values |= {out.name: out for node in part.function.nodes for out in node.outs if out is not None}
+    given = {v.name: how for v, how in zip(part.function.inputs, part.inputs, strict=True)}
+    for node, strategy in zip(part.function.nodes, part.strategies, strict=True):
+        ruled = Ruled.of(node, values)
+        cuts = () if strategy.cut is None or ruled.rule is None else (strategy.cut,)
+        if strategy not in strategies(ruled, cuts, degree):
+            yield f"{node.opname} -> {', '.join(node.names())} cannot run as {strategy}"
+        outs = zip(node.outs, strategy.gives, strict=True)
+        given |= {out.name: how for out, how in outs if out is not None and how is not None}
+    there: dict[str, set[TensorPlacement]] = {name: {how} for name, how in given.items()}
+    for move in part.moves:
+        yield from _move(move.value, move.source, move.target, there, values, degree)
+    for name, how in _needed(part, values, kept):
+        if how not in there.get(name, ()):
+            yield f"{name} is needed as {how}, and is never made that"
+
+
+def _move(
+    name: str,
+    source: TensorPlacement,
+    target: TensorPlacement,
+    there: dict[str, set[TensorPlacement]],
+    values: dict[str, Value],
+    degree: int,
+) -> Iterator[str]:
+    held = there.setdefault(name, set())
+    if source not in held:
+        yield f"{name} is moved from {source}, which it is not"
+    if target in held:
+        yield f"{name} is made {target} twice"
+    if isinstance(source, Shard) and isinstance(target, Partial):
+        yield f"{name} is {source}: nothing makes it {target}"
+    for how in (source, target):
+        if isinstance(how, Shard) and not _fits(values[name], how, degree):
+            yield f"{name} cannot be {how}"
+    held.add(target)
+
+
+def _fits(value: Value, how: Shard, degree: int) -> bool:
+    return how.dim < len(value.shape) and lengths(value.shape[how.dim], how.outer, how.unit, degree) is not None
+
+
+def _needed(
+    part: PlacedFunction, values: dict[str, Value], kept: dict[str, TensorPlacement]
+) -> Iterator[tuple[str, TensorPlacement]]:
+    for node, strategy in zip(part.function.nodes, part.strategies, strict=True):
+        operands = Ruled.of(node, values).call.operands
+        for operand, (_, how) in zip(operands, strategy.needs, strict=True):
+            if how is not None:
+                yield operand.value.name, how
+    yield from zip(part.function.outputs, part.outputs, strict=True)
+    yield from kept.items()
+
+
+def _kept(placed: PlacedBody, segment: Segment) -> Iterator[str]:
+    """What the backward takes over must be as the forward kept it."""
+    assert placed.backward is not None  # there is something to take over
+    start = len(segment.backward_inputs)
+    for name, kept, taken in zip(placed.body.saved, placed.saved, placed.backward.inputs[start:], strict=False):
+        if kept != taken:
+            yield f"{name} is saved as {kept}, and the backward takes it for {taken}"
+
+
+def _gradients(placed: PlacedBody, segment: Segment) -> Iterator[str]:
+    """A gradient is placed as its parameter is, in the forward and in the backward; none is a part of a sum."""
+    assert placed.backward is not None and placed.body.backward is not None  # gradients come from it
+    owners: dict[str, TensorPlacement] = {}
+    for part, targets in (
+        (placed.forward, segment.forward_parameters),
+        (placed.backward, segment.backward_parameters),
+    ):
+        places = part.inputs[len(part.inputs) - len(targets) :]
+        for target, how in zip(targets, places, strict=True):
+            if owners.setdefault(target, how) != how:
+                yield f"{target} is {owners[target]} in the forward and {how} in the backward"
+    results = placed.backward.outputs[len(segment.backward_outputs) :]
+    for target, how in zip(segment.gradients, results, strict=True):
+        if how != owners.get(target, how) or isinstance(how, Partial):
+            yield f"the gradient of {target} is {how}, the parameter {owners.get(target, Replicate())}"

@@ -1,0 +1,215 @@
+"""localise: PlacedBody + place -> Body. What one place of an axis runs: local shapes, and collectives as nodes.
+
+before: y = x @ w    x: Replicate, w: Shard(1), y read whole    after: y = x @ w                     w: [k, n/2]
+                                                                       y_all = all_gather(y, "tp", 1, 1, (n/2, n/2))
+
+Each node runs under its strategy: on local operands, with the sizes among its arguments cut down. A value that is read
+in another placement than it is given in is moved once, before its first reader; later readers share it. What every
+place can do alone (taking its piece of a whole value, or leaving a whole value to the first place for a sum) is written
+in aten operators.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from autopart.collectives import operator
+from autopart.ir.graph import Arg, Dim, Node, Ref, Value
+from autopart.ir.names import fresh
+from autopart.ir.placed import Move, PlacedBody, PlacedFunction, Strategy
+from autopart.ir.placement import Partial, Replicate, Shard, TensorPlacement
+from autopart.ir.segmented import Body, Function
+from autopart.rules.factor import plus, slots, with_argument
+from autopart.rules.split import lengths, local_shape, local_size, product
+from autopart.rules.spread import Writer
+from autopart.rules.strategies import Ruled
+
+aten = torch.ops.aten
+
+DENSE: tuple[tuple[str, Arg], ...] = (("memory_format", torch.contiguous_format),)
+
+
+def localise(placed: PlacedBody, place: int) -> Body:
+    """The body that place number `place` of the axis runs; the names of formals stay where placements allow it.
+
+    What is saved in another placement than it is made in has the name of what it was moved to.
+    """
+    names = {v.name for v in placed.body.forward.inputs} | _made(placed.body.forward)
+    if placed.body.backward is not None:
+        names |= {v.name for v in placed.body.backward.inputs} | _made(placed.body.backward)
+    forward = _Local(placed, placed.forward, place, names)
+    first = forward.written(zip(placed.body.saved, placed.saved, strict=True))
+    kept = tuple(forward.have[name, how].name for name, how in zip(placed.body.saved, placed.saved, strict=True))
+    if placed.backward is None:
+        return Body(placed.body.name, first, kept, None)
+    backward = _Local(placed, placed.backward, place, names, dict(zip(placed.body.saved, kept, strict=True)))
+    return Body(placed.body.name, first, kept, backward.written())
+
+
+def _made(function: Function) -> set[str]:
+    return {name for node in function.nodes for name in node.names()}
+
+
+class _Local:
+    """One function on its way to what one place runs; `have` is where each value is, by name and placement."""
+
+    def __init__(
+        self,
+        placed: PlacedBody,
+        part: PlacedFunction,
+        place: int,
+        names: set[str],
+        saved: Mapping[str, str] | None = None,
+    ) -> None:
+        self.axis, self.degree, self.place, self.part, self.names = placed.axis, placed.degree, place, part, names
+        self.values = {v.name: v for v in part.function.inputs}
+        self.values |= {out.name: out for node in part.function.nodes for out in node.outs if out is not None}
+        self.nodes: list[Node] = []
+        self.have: dict[tuple[str, TensorPlacement], Value] = {}
+        self.given: dict[str, TensorPlacement] = {}
+        self.origin = {(move.value, move.target): move.source for move in part.moves}
+        inputs = []
+        for value, how in zip(part.function.inputs, part.inputs, strict=True):
+            inputs.append(self._local(value, how, (saved or {}).get(value.name, value.name)))
+            self._define(value.name, how, inputs[-1])
+        self.inputs = tuple(inputs)
+        self.here = part.function.nodes[0] if part.function.nodes else None
+
+    def _local(self, value: Value, how: TensorPlacement, name: str) -> Value:
+        return replace(value, name=name, shape=local_shape(value.shape, how, self.degree, self.place))
+
+    def _define(self, name: str, how: TensorPlacement, value: Value) -> None:
+        self.have[name, how] = value
+        self.given.setdefault(name, how)
+
+    def written(self, kept: Iterable[tuple[str, TensorPlacement]] = ()) -> Function:
+        """The function; the values `kept` are then in these placements, too."""
+        for node, strategy in zip(self.part.function.nodes, self.part.strategies, strict=True):
+            self.here = node
+            self._node(node, strategy)
+        wanted = zip(self.part.function.outputs, self.part.outputs, strict=True)
+        outputs = tuple([self.read(name, how).name for name, how in wanted])
+        for name, how in kept:
+            self.read(name, how)
+        return Function(self.inputs, tuple(self.nodes), outputs)
+
+    # ---- nodes -------------------------------------------------------------------------------------------------------
+
+    def _node(self, node: Node, strategy: Strategy) -> None:
+        ruled = Ruled.of(node, self.values)
+        refs = {}
+        for operand, (slot, how) in zip(ruled.call.operands, strategy.needs, strict=True):
+            name = operand.value.name
+            refs[slot] = self.read(name, self.given[name] if how is None else how)
+        outs: list[Value | None] = []
+        for out, given in zip(node.outs, strategy.gives, strict=True):
+            outs.append(None if out is None or given is None else self._local(out, given, out.name))
+            if out is not None and given is not None:
+                self._define(out.name, given, self._local(out, given, out.name))
+        if strategy.spread:
+            self._spread(ruled, strategy, refs, outs)
+        else:
+            self._plain(ruled, strategy, refs, outs)
+
+    def _plain(self, ruled: Ruled, strategy: Strategy, refs: Mapping[str, Value], outs: Iterable[Value | None]) -> None:
+        """The node itself, with local operands and sizes."""
+        made = ruled.node
+        sizes = self._sizes(ruled, strategy)
+        for slot, path, _ in slots(ruled.node):
+            if slot in refs:
+                made = with_argument(made, path, Ref(refs[slot].name))
+            elif slot in sizes:
+                made = with_argument(made, path, sizes[slot])
+        self.nodes.append(replace(made, outs=tuple(outs)))
+
+    def _sizes(self, ruled: Ruled, strategy: Strategy) -> dict[str, Dim]:
+        """The integer arguments that a split loop makes smaller."""
+        rule, cut = ruled.rule, strategy.cut
+        if rule is None or cut is None:
+            return {}
+        sizes = [factor.size for factor in rule.factors]
+        sizes[cut.factor] = local_size(sizes[cut.factor], cut.outer, cut.unit, self.degree, self.place)
+        return {slot: product(sizes[f] for f in loops) for slot, loops in rule.sizes if cut.factor in loops}
+
+    def _spread(
+        self, ruled: Ruled, strategy: Strategy, refs: Mapping[str, Value], outs: Iterable[Value | None]
+    ) -> None:
+        """The nodes by which the places together run an operator that needs all of the split loop."""
+        rule, cut = ruled.rule, strategy.cut
+        assert rule is not None and cut is not None and ruled.spread is not None  # the strategy is spread
+        parts = lengths(rule.factors[cut.factor].size, cut.outer, cut.unit, self.degree)
+        assert parts is not None  # only legal splits are chosen
+        start = plus(parts[: self.place])
+        writer = Writer(ruled.node, refs, tuple(outs), self.axis, start, parts[self.place], self._fresh)
+        ruled.spread.write(writer, ruled.call)
+        self.nodes += writer.nodes
+
+    # ---- moves -------------------------------------------------------------------------------------------------------
+
+    def read(self, name: str, how: TensorPlacement) -> Value:
+        """A value in a placement: as it is there, or moved now."""
+        if (name, how) not in self.have:
+            source = self.origin[name, how]
+            self.have[name, how] = self._move(self.read(name, source), Move(name, source, how))
+        return self.have[name, how]
+
+    def _move(self, x: Value, move: Move) -> Value:
+        whole, source, target = self.values[move.value], move.source, move.target
+        match source, target:
+            case Partial(), Replicate():
+                return self._call(operator("all_reduce"), x, self.axis, "sum", move=move, wish="sum")
+            case Partial(), Shard():
+                return self._call(operator("reduce_scatter"), x, *self._split(whole, target), move=move, wish="sum")
+            case Shard(), Replicate():
+                return self._call(operator("all_gather"), x, *self._split(whole, source), move=move, wish="all")
+            case Shard(), Shard():
+                both = (*self._split(whole, source), *self._split(whole, target)[1:])
+                return self._call(operator("all_to_all"), x, *both, move=move, wish="swapped")
+            case Replicate(), Shard():
+                return self._slice(x, whole, target, move)
+            case Replicate(), Partial():
+                return x if self.place == 0 else self._call(aten.zeros_like.default, x, move=move, wish="none")
+        raise AssertionError(f"{move.value}: nothing moves {source} to {target}")
+
+    def _split(self, whole: Value, how: Shard) -> tuple[str, int, Dim, tuple[Dim, ...]]:
+        """The arguments by which a collective knows a split: axis, dim, what is outside, the places' lengths."""
+        parts = lengths(whole.shape[how.dim], how.outer, how.unit, self.degree)
+        assert parts is not None  # only legal splits are chosen
+        return self.axis, how.dim, how.outer, parts
+
+    def _slice(self, x: Value, whole: Value, how: Shard, move: Move) -> Value:
+        """This place's piece of a whole value; a dim with an outer part is taken apart for it. Dense, as others are."""
+        _, dim, outer, parts = self._split(whole, how)
+        shape, start, own = list(whole.shape), plus(parts[: self.place]), parts[self.place]
+        if outer == 1:
+            piece = self._call(aten.slice.Tensor, x, dim, start, plus((start, own)), move=move, wish="part")
+            return self._call(aten.clone.default, piece, move=move, wish="part", keywords=DENSE)
+        spread = [*shape[:dim], outer, plus(parts), *shape[dim + 1 :]]
+        local = [*shape[:dim], outer, own, *shape[dim + 1 :]]
+        apart = self._call(aten.reshape.default, x, tuple(spread), move=move, wish="part", shape=spread)
+        piece = self._call(
+            aten.slice.Tensor, apart, dim + 1, start, plus((start, own)), move=move, wish="part", shape=local
+        )
+        merged = local_shape(shape, how, self.degree, self.place)
+        return self._call(aten.reshape.default, piece, merged, move=move, wish="part")
+
+    def _call(
+        self, op: Any, x: Value, *args: Any, move: Move, wish: str, shape: Iterable[Dim] | None = None,
+        keywords: tuple[tuple[str, Arg], ...] = (),
+    ) -> Value:  # fmt: skip
+        """Append a call on `x`, whose result has the shape of the move's target unless another is given."""
+        local = self._local(self.values[move.value], move.target, self._fresh(f"{move.value}_{wish}"))
+        out = local if shape is None else replace(local, shape=tuple(shape))
+        at = self.here
+        backward, module, source = (at.backward, at.module, at.source) if at is not None else (False, "", "")
+        self.nodes.append(Node(op, (Ref(x.name), *args), keywords, (out,), True, backward, module, source))
+        return out
+
+    def _fresh(self, wish: str) -> str:
+        name = fresh(wish, self.names)
+        self.names.add(name)
+        return name

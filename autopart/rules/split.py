@@ -1,0 +1,117 @@
+"""Splitting a loop: which part of every dim each place of an axis has, and which loop a split dim belongs to.
+
+A loop or dim of size ``outer x n x unit`` is split in its middle part, as `ir.mesh.pieces` cuts n units. Nothing is
+split that would leave a place empty, or whose pieces depend on what the batch leaves when divided by the axis.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from autopart.ir.graph import Dim
+from autopart.ir.mesh import pieces
+from autopart.ir.placed import Cut
+from autopart.ir.placement import Shard, TensorPlacement
+from autopart.rules.factor import Dims, Factor, ratio, times
+
+
+def product(sizes: Iterable[Dim]) -> Dim:
+    """The product of sizes of which at most one moves with the batch."""
+    total: Dim = 1
+    for size in sizes:
+        more = times(total, size)
+        assert more is not None  # a dim has the batch once
+        total = more
+    return total
+
+
+def lengths(size: Dim, outer: Dim, unit: Dim, degree: int) -> tuple[Dim, ...] | None:
+    """The elements of the split part that each place has; None if the split is not legal."""
+    rest = ratio(size, outer)
+    count = None if rest is None else ratio(rest, unit)
+    if rest is None or count is None:
+        return None
+    even = ratio(count, degree)
+    if even is not None and even != 0:
+        return (product((even, unit)),) * degree
+    if not isinstance(count, int) or count < degree:
+        return None
+    return tuple(product((part, unit)) for part in pieces(count, degree))
+
+
+def is_even(size: Dim, outer: Dim, unit: Dim, degree: int) -> bool:
+    """Whether all places have equally many units of the split part."""
+    rest = ratio(size, outer)
+    count = None if rest is None else ratio(rest, unit)
+    return count is not None and ratio(count, degree) is not None
+
+
+def legal(factors: Sequence[Factor], cut: Cut, degree: int) -> bool:
+    """Whether a loop can be split so."""
+    return lengths(factors[cut.factor].size, cut.outer, cut.unit, degree) is not None
+
+
+def shard_of(dims: Dims, factors: Sequence[Factor], cut: Cut, degree: int) -> Shard | None:
+    """How a tensor with these factors is split by a cut; None if it does not have the factor."""
+    for i, dim in enumerate(dims):
+        if cut.factor in dim:
+            at = dim.index(cut.factor)
+            before, after = (product(factors[f].size for f in part) for part in (dim[:at], dim[at + 1 :]))
+            even = is_even(factors[cut.factor].size, cut.outer, cut.unit, degree)
+            return Shard(i, product((before, cut.outer)), 1 if even else product((cut.unit, after)))
+    return None
+
+
+def cut_of(dims: Dims, factors: Sequence[Factor], shard: Shard, degree: int) -> Cut | None:
+    """The cut of a loop that a split dim is; None if it is not one of these loops that is split."""
+    dim = dims[shard.dim]
+    before: Dim = 1
+    for at, factor in enumerate(dim):
+        size = factors[factor].size
+        outer = ratio(shard.outer, before)
+        if outer is None:
+            return None
+        rest = ratio(size, outer)
+        if rest is not None and rest != 1:
+            after = product(factors[f].size for f in dim[at + 1 :])
+            even = is_even(product(factors[f].size for f in dim), shard.outer, shard.unit, degree)
+            return _within(Cut(factor, outer), size, after, None if even else shard.unit, degree)
+        before = product((before, size))
+    return None
+
+
+def _within(cut: Cut, size: Dim, after: Dim, unit: Dim | None, degree: int) -> Cut | None:
+    """The cut in units of the dim (None: even), as one in units of the loop, `after` elements of the dim each."""
+    if unit is None:
+        return cut if is_even(size, cut.outer, 1, degree) else None
+    own = ratio(unit, after)
+    if own is None or lengths(size, cut.outer, own, degree) is None:
+        return None
+    return Cut(cut.factor, cut.outer, own)
+
+
+def local_size(size: Dim, outer: Dim, unit: Dim, degree: int, place: int) -> Dim:
+    """What a place has of a split loop or dim of `size`."""
+    parts = lengths(size, outer, unit, degree)
+    assert parts is not None  # only legal splits are chosen
+    return product((outer, parts[place]))
+
+
+def local_shape(shape: Sequence[Dim], how: TensorPlacement, degree: int, place: int) -> tuple[Dim, ...]:
+    """The shape that a value of `shape` has at a place of the axis."""
+    if not isinstance(how, Shard):
+        return tuple(shape)
+    own = local_size(shape[how.dim], how.outer, how.unit, degree, place)
+    return tuple(own if i == how.dim else size for i, size in enumerate(shape))
+
+
+def share(shape: Sequence[Dim], how: TensorPlacement | None, degree: int) -> float:
+    """The part of the elements of a value that the fullest place has."""
+    return part(shape[how.dim], how.outer, how.unit, degree) if isinstance(how, Shard) else 1.0
+
+
+def part(size: Dim, outer: Dim, unit: Dim, degree: int) -> float:
+    """The part of a split loop or dim that the fullest place has."""
+    rest = ratio(size, outer)
+    count = None if rest is None else ratio(rest, unit)
+    return -(-count // degree) / count if isinstance(count, int) else 1 / degree

@@ -1,0 +1,255 @@
+"""Operators that need all of a loop at once, and how the places of an axis run them with that loop split.
+
+A softmax over a split dim takes the maximum and the sum over all places; a lookup in a split table finds what its
+place has, and zero elsewhere. So a vocabulary stays split from the embedding to the loss.
+
+    log_softmax(x)         x - m - log(all_reduce(sum(exp(x - m)))), m = all_reduce(max(x))
+    embedding(w, i)        rows of this place's part of w; zero for other rows. The places' results add up
+    nll_loss(x, t)         the loss of the targets of this place's classes, all others ignored. These add up, too
+
+The functions here write those nodes for one place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from autopart.collectives import operator
+from autopart.ir.graph import Arg, Dim, Node, Ref, Value
+from autopart.ir.placed import Cut
+from autopart.rules.factor import Call, Rule, wrap
+
+aten = torch.ops.aten
+
+SUM = 2
+"""The number of the reduction "sum" in the arguments of losses."""
+
+
+class Writer:
+    """Writes the nodes of one operator call at one place, whose operands are `refs` (by slot) and results `outs`.
+
+    `start` is where this place's piece of the split loop begins, `length` how long it is; `name` gives unused names.
+    """
+
+    def __init__(
+        self, node: Node, refs: Mapping[str, Value], outs: Sequence[Value | None], axis: str, start: Dim, length: Dim,
+        name: Callable[[str], str],
+    ) -> None:  # fmt: skip
+        self.node, self.refs, self.outs, self.axis, self.start, self.length = node, refs, outs, axis, start, length
+        self.nodes: list[Node] = []
+        self._name = name
+
+    def __call__(self, op: Any, *args: Any, like: Value, name: str = "", **kwargs: Any) -> Value:
+        """Append a call whose result has the shape and dtype of `like`; values in the arguments become references."""
+        value = Value(name or self._name(op.overloadpacket.__name__.strip("_")), like.shape, like.dtype)
+        self.put(op, args, (value,), kwargs)
+        return value
+
+    def put(
+        self, op: Any, args: Sequence[Any], outs: Sequence[Value | None], kwargs: Mapping[str, Any] | None = None
+    ) -> None:
+        """Append a call with these results."""
+        node = self.node
+        made = tuple(Ref(a.name) if isinstance(a, Value) else a for a in args)
+        single = len(op._schema.returns) == 1
+        keywords = tuple((kwargs or {}).items())
+        self.nodes.append(Node(op, made, keywords, tuple(outs), single, node.backward, node.module, node.source))
+
+    def last(self, op: Any, *args: Any, **kwargs: Any) -> None:
+        """Append the call that makes the node's (first) result."""
+        out = self.outs[0]
+        assert out is not None  # dead calls are not placed
+        self(op, *args, like=out, name=out.name, **kwargs)
+
+    def reduced(self, op: Any, x: Value, dim: int, how: str) -> Value:
+        """``all_reduce(op(x, dim, keepdim))``."""
+        thin = Value("", tuple(1 if i == dim else n for i, n in enumerate(x.shape)), x.dtype)
+        part = self(op, x, (dim,), True, like=thin)
+        return self(operator("all_reduce"), part, self.axis, how, like=thin)
+
+    def mine(self, index: Value) -> tuple[Value, Value]:
+        """An index counted from the start of this place's piece, and whether it is in it."""
+        flag = Value("", index.shape, torch.bool)
+        own = self(aten.sub.Tensor, index, self.start, like=index)
+        low, high = self(aten.ge.Scalar, own, 0, like=flag), self(aten.lt.Scalar, own, self.length, like=flag)
+        return own, self(aten.logical_and.default, low, high, like=flag)
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """A blocked loop that may be split after all: `write` writes one place's nodes; results that lack the loop add up.
+
+    Meanwhile the places all-reduce `exchanges` tensors, as large as one operand without one dim (`along`: both).
+    """
+
+    factor: int
+    write: Callable[[Writer, Call], None]
+    contiguous: bool = True
+    exchanges: int = 0
+    along: tuple[str, int] = ("", 0)
+
+    def allows(self, cut: Cut) -> bool:
+        """Whether the loop may be cut so; a lookup needs its place's rows to be consecutive."""
+        return cut.factor == self.factor and (cut.outer == 1 or not self.contiguous)
+
+
+def spread(call: Call, rule: Rule) -> Spread | None:
+    """How an operator's blocked loop may be split, if it may."""
+    found = SPREADS.get(call.op.overloadpacket.__name__) if call.op.namespace == "aten" else None
+    return None if found is None else found(call, rule)
+
+
+def _loop(rule: Rule, slot: str, dim: int) -> int | None:
+    """The blocked factor that a dim of an operand is, alone."""
+    product = dict(rule.operands)[slot][dim]
+    return product[0] if len(product) == 1 and rule.factors[product[0]].blocked else None
+
+
+def _dim(call: Call, slot: str) -> int:
+    return wrap(call.args["dim"], call.ndim(slot))
+
+
+def _softmax_like(write: Callable[[Writer, Call], None], slot: str, exchanges: int) -> Callable[..., Spread | None]:
+    def found(call: Call, rule: Rule) -> Spread | None:
+        dim = _dim(call, slot)
+        factor = _loop(rule, slot, dim)
+        if factor is None or call.args.get("half_to_float", False):
+            return None
+        return Spread(factor, write, contiguous=False, exchanges=exchanges, along=(slot, dim))
+
+    return found
+
+
+def _shifted(w: Writer, dim: int) -> tuple[Value, Value]:
+    """``x - max`` and the sum of its exponentials over all places."""
+    x = w.refs["self"]
+    shifted = w(aten.sub.Tensor, x, w.reduced(aten.amax.default, x, dim, "max"), like=x)
+    return shifted, w.reduced(aten.sum.dim_IntList, w(aten.exp.default, shifted, like=x), dim, "sum")
+
+
+def _log_softmax(w: Writer, call: Call) -> None:
+    shifted, total = _shifted(w, _dim(call, "self"))
+    w.last(aten.sub.Tensor, shifted, w(aten.log.default, total, like=total))
+
+
+def _softmax(w: Writer, call: Call) -> None:
+    shifted, total = _shifted(w, _dim(call, "self"))
+    w.last(aten.div.Tensor, w(aten.exp.default, shifted, like=shifted), total)
+
+
+def _log_softmax_backward(w: Writer, call: Call) -> None:
+    gradient, output = w.refs["grad_output"], w.refs["output"]
+    total = w.reduced(aten.sum.dim_IntList, gradient, _dim(call, "output"), "sum")
+    scaled = w(aten.mul.Tensor, w(aten.exp.default, output, like=output), total, like=output)
+    _cast(w, w(aten.sub.Tensor, gradient, scaled, like=output))
+
+
+def _softmax_backward(w: Writer, call: Call) -> None:
+    gradient, output = w.refs["grad_output"], w.refs["output"]
+    both = w(aten.mul.Tensor, gradient, output, like=output)
+    total = w.reduced(aten.sum.dim_IntList, both, _dim(call, "output"), "sum")
+    _cast(w, w(aten.sub.Tensor, both, w(aten.mul.Tensor, output, total, like=output), like=output))
+
+
+def _cast(w: Writer, value: Value) -> None:
+    out = w.outs[0]
+    assert out is not None  # dead calls are not placed
+    w.last(aten._to_copy.default, value, dtype=out.dtype)
+
+
+def _embedding(call: Call, rule: Rule) -> Spread | None:
+    factor = _loop(rule, "weight", 0)
+    return None if factor is None else Spread(factor, _look_up)
+
+
+def _look_up(w: Writer, call: Call) -> None:
+    own, here = w.mine(w.refs["indices"])
+    out = w.outs[0]
+    assert out is not None  # dead calls are not placed
+    rows = w(aten.embedding.default, w.refs["weight"], w(aten.mul.Tensor, own, here, like=own), like=out)
+    column = w(aten.unsqueeze.default, here, -1, like=Value("", (*here.shape, 1), here.dtype))
+    w.last(aten.where.ScalarOther, column, rows, 0.0)
+
+
+def _embedding_backward(call: Call, rule: Rule) -> Spread | None:
+    dims = rule.results[0]
+    if dims is None or len(dims[0]) != 1 or call.args["scale_grad_by_freq"]:
+        return None
+    return Spread(dims[0][0], _scatter_rows)
+
+
+def _scatter_rows(w: Writer, call: Call) -> None:
+    """Gradients of other places' rows, and of the padding, go to one row more, which is dropped."""
+    indices, out = w.refs["indices"], w.outs[0]
+    assert out is not None and isinstance(w.length, int)  # dead calls are not placed; a table has a number of rows
+    own, here = w.mine(indices)
+    if call.args["padding_idx"] >= 0:
+        used = w(aten.ne.Scalar, indices, call.args["padding_idx"], like=here)
+        here = w(aten.logical_and.default, here, used, like=here)
+    row = w(aten.where.ScalarOther, here, own, w.length, like=own)
+    longer = Value("", (w.length + 1, *out.shape[1:]), out.dtype)
+    grown = w(aten.embedding_dense_backward.default, w.refs["grad_output"], row, w.length + 1, -1, False, like=longer)
+    w.last(aten.slice.Tensor, grown, 0, 0, w.length)
+
+
+def _nll(write: Callable[[Writer, Call], None]) -> Callable[..., Spread | None]:
+    """A mean divides by what one place cannot know, and weights are a table of their own: neither is split."""
+
+    def found(call: Call, rule: Rule) -> Spread | None:
+        if call.args["reduction"] not in (0, SUM) or call.has("weight") or call.ndim("self") != 2:
+            return None
+        if len(call.results) > 1 and call.results[1] is not None:
+            return None
+        factor = _loop(rule, "self", 1)
+        return None if factor is None else Spread(factor, write)
+
+    return found
+
+
+NOWHERE = -100
+"""A target that no class has."""
+
+
+def _own_targets(w: Writer, call: Call) -> Value:
+    target = w.refs["target"]
+    own, here = w.mine(target)
+    valid = w(aten.ne.Scalar, target, call.args["ignore_index"], like=here)
+    both = w(aten.logical_and.default, here, valid, like=here)
+    return w(aten.where.ScalarOther, both, own, NOWHERE, like=target)
+
+
+def _nll_forward(w: Writer, call: Call) -> None:
+    args = (w.refs["self"], _own_targets(w, call), None, call.args["reduction"], NOWHERE)
+    w.put(aten.nll_loss_forward.default, args, w.outs)
+
+
+def _nll_backward(w: Writer, call: Call) -> None:
+    refs, how = w.refs, call.args["reduction"]
+    total: Arg = refs["total_weight"]
+    w.last(
+        aten.nll_loss_backward.default,
+        refs["grad_output"],
+        refs["self"],
+        _own_targets(w, call),
+        None,
+        how,
+        NOWHERE,
+        total,
+    )
+
+
+SPREADS: Mapping[str, Callable[[Call, Rule], Spread | None]] = {
+    "_softmax": _softmax_like(_softmax, "self", 2),
+    "_log_softmax": _softmax_like(_log_softmax, "self", 2),
+    "_softmax_backward_data": _softmax_like(_softmax_backward, "output", 1),
+    "_log_softmax_backward_data": _softmax_like(_log_softmax_backward, "output", 1),
+    "embedding": _embedding,
+    "embedding_dense_backward": _embedding_backward,
+    "nll_loss_forward": _nll(_nll_forward),
+    "nll_loss_backward": _nll(_nll_backward),
+}
+"""By the operator's name."""

@@ -1,0 +1,158 @@
+"""Strategies: every legal way to run one operator call on the places of a mesh axis, derived from its factor rule.
+
+    whole     every operand Replicate                    every result Replicate
+    a cut     a loop is split: Shard in every operand    Shard where a result has it, Partial where it is summed over
+              that has it, Partial where it is added
+    a sum     a linear set is Partial                    every result Partial
+
+Operators that need all of a loop at once may have it split all the same if `spread` knows how.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from autopart.ir.graph import Arg, Node, Value
+from autopart.ir.placed import Cut, Strategy
+from autopart.ir.placement import Partial, Replicate, Shard, TensorPlacement
+from autopart.rules.factor import Call, Rule, bind
+from autopart.rules.split import cut_of, legal, shard_of
+from autopart.rules.spread import Spread, spread
+from autopart.rules.table import family
+
+
+@dataclass(frozen=True, slots=True)
+class Ruled:
+    """A node with its call, its rule, and how its blocked loops may be split after all; no rule: it runs whole."""
+
+    node: Node
+    call: Call
+    rule: Rule | None
+    spread: Spread | None
+
+    @classmethod
+    def of(cls, node: Node, values: Mapping[str, Value]) -> Ruled:
+        """The node, with `values` giving the tensors that it reads."""
+        call = bind(node, values)
+        found = family(node.op)
+        rule = None if found is None else found(call)
+        return cls(node, call, rule, None if rule is None else spread(call, rule))
+
+    def cuts(self, degree: int) -> frozenset[Cut]:
+        """The loops that can be split as they are, without looking at how a neighbour splits them."""
+        if self.rule is None:
+            return frozenset()
+        return frozenset(c for f in range(len(self.rule.factors)) if self.allows(c := Cut(f), degree))
+
+    def allows(self, cut: Cut, degree: int) -> bool:
+        """Whether a loop of this node can be split so."""
+        assert self.rule is not None  # cuts are of its factors
+        if not legal(self.rule.factors, cut, degree):
+            return False
+        return not self.rule.factors[cut.factor].blocked or (self.spread is not None and self.spread.allows(cut))
+
+    def cut_for(self, name: str, shard: Shard, degree: int) -> Iterator[Cut]:
+        """The cuts under which an operand or a result of this name is split so."""
+        if self.rule is None:
+            return
+        dims = [d for (_, d), o in zip(self._operands(), self.call.operands, strict=True) if o.value.name == name]
+        dims += [d for d, out in zip(self.rule.results, self.node.outs, strict=False) if out and out.name == name and d]
+        for found in dims:
+            cut = cut_of(found, self.rule.factors, shard, degree)
+            if cut is not None and self.allows(cut, degree):
+                yield cut
+
+    def _operands(self) -> list[tuple[str, tuple[tuple[int, ...], ...]]]:
+        assert self.rule is not None
+        dims = dict(self.rule.operands)
+        return [(operand.slot, dims[operand.slot]) for operand in self.call.operands]
+
+
+def strategies(ruled: Ruled, cuts: Iterable[Cut], degree: int) -> tuple[Strategy, ...]:
+    """Every legal strategy of a node on an axis of `degree` places: whole, each of `cuts`, each linear set."""
+    if ruled.rule is None:
+        return (_whole(ruled),)
+    found = [made for cut in cuts if (made := split(ruled, cut, degree)) is not None]
+    found += [_pending(ruled, together) for together in ruled.rule.linear if _summable(ruled, together)]
+    return tuple(dict.fromkeys((_whole(ruled), *(made for made in found if not _adds_flags(ruled, made)))))
+
+
+def _adds_flags(ruled: Ruled, strategy: Strategy) -> bool:
+    """Whether truth values are to be parts of a sum."""
+    values = [operand.value for operand in ruled.call.operands]
+    places = [*zip(values, (how for _, how in strategy.needs), strict=True)]
+    places += [(out, how) for out, how in zip(ruled.node.outs, strategy.gives, strict=True) if out is not None]
+    return any(how == Partial() and value.dtype == torch.bool for value, how in places)
+
+
+def _whole(ruled: Ruled) -> Strategy:
+    return Strategy(
+        tuple((o.slot, None if _ignored(ruled, o.slot) else Replicate()) for o in ruled.call.operands),
+        tuple(None if out is None else Replicate() for out in ruled.node.outs),
+    )
+
+
+def _ignored(ruled: Ruled, slot: str) -> bool:
+    """Whether an operand is read neither for its content nor for its shape: no result has one of its loops."""
+    rule = ruled.rule
+    if rule is None or slot not in rule.shape_only:
+        return False
+    loops = {factor for dim in dict(rule.operands)[slot] for factor in dim}
+    return not any(factor in loops for dims in rule.results for dim in dims or () for factor in dim)
+
+
+def split(ruled: Ruled, cut: Cut, degree: int) -> Strategy | None:
+    """The strategy that splits a loop; None where a result does not come together from its pieces by adding."""
+    rule = ruled.rule
+    assert rule is not None
+    added = rule.additive(cut.factor)
+    if not _only_zeros(ruled.call, added):
+        return None
+    needs: list[tuple[str, TensorPlacement | None]] = []
+    for operand, dims in ((o, dict(rule.operands)[o.slot]) for o in ruled.call.operands):
+        shard = shard_of(dims, rule.factors, cut, degree)
+        other: TensorPlacement | None = None if _ignored(ruled, operand.slot) else Replicate()
+        needs.append((operand.slot, shard or (Partial() if operand.slot in added else other)))
+    gives = tuple(
+        None if out is None else _result(ruled, number, cut, degree) for number, out in enumerate(ruled.node.outs)
+    )
+    if any(how is None and out is not None for how, out in zip(gives, ruled.node.outs, strict=True)):
+        return None
+    return Strategy(tuple(needs), gives, cut, rule.factors[cut.factor].blocked)
+
+
+def _result(ruled: Ruled, number: int, cut: Cut, degree: int) -> TensorPlacement | None:
+    rule = ruled.rule
+    assert rule is not None
+    shard = shard_of(rule.results[number] or (), rule.factors, cut, degree)
+    if shard is not None:
+        return shard
+    if not rule.contracts(number, cut.factor):
+        return Replicate()
+    return Partial() if rule.factors[cut.factor].reduction == "sum" else None  # a maximum does not add up
+
+
+def _summable(ruled: Ruled, together: frozenset[str]) -> bool:
+    return _only_zeros(ruled.call, together) and any(ruled.call.has(slot) for slot in together)
+
+
+def _only_zeros(call: Call, slots: frozenset[str]) -> bool:
+    """Whether the numbers among these slots are 0: any other would be added once a place."""
+    return all(_is_zero(call.args.get(slot)) for slot in slots if not call.has(slot))
+
+
+def _is_zero(arg: Arg) -> bool:
+    return isinstance(arg, int | float | complex) and arg == 0
+
+
+def _pending(ruled: Ruled, together: frozenset[str]) -> Strategy:
+    def need(slot: str) -> TensorPlacement | None:
+        return Partial() if slot in together else None if _ignored(ruled, slot) else Replicate()
+
+    return Strategy(
+        tuple((o.slot, need(o.slot)) for o in ruled.call.operands),
+        tuple(None if out is None else Partial() for out in ruled.node.outs),
+    )

@@ -1,0 +1,108 @@
+"""What a solver of tensor placements is told of one mesh axis, and what it pays there: alpha-beta and a roofline."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from autopart.cluster import Cluster
+from autopart.ir.graph import Node, Value
+from autopart.ir.placed import Strategy
+from autopart.ir.placement import Partial, Replicate, Shard, TensorPlacement
+from autopart.ir.traffic import sent_bytes
+from autopart.rules.alias import viewed
+from autopart.rules.flops import GATHERS, flops
+from autopart.rules.split import part, share
+from autopart.rules.strategies import Ruled
+from autopart.solver.layout import IMPOSSIBLE, Moves
+
+PICO = 10**12
+"""Picoseconds of a second: costs are whole numbers of them."""
+
+LOCAL = 1
+"""The price of what needs no communication, such as a slice: enough to avoid what is not needed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """One axis to place a body on: its name and degree, the devices, and the microbatch whose time counts.
+
+    `copies` is how many times a parameter's bytes are held: itself, its gradient, Adam's moments.
+    """
+
+    name: str
+    degree: int
+    cluster: Cluster
+    batch: int
+    copies: int = 4
+
+    def __post_init__(self) -> None:
+        if self.degree < 2:
+            raise ValueError(f"Axis: {self.name!r} must have at least 2 places, not {self.degree}")
+
+    def collective(self, kind: str, nbytes: int) -> int:
+        """The time of one collective over a buffer of `nbytes` bytes."""
+        seconds = self.cluster.link_latency + sent_bytes(kind, nbytes, self.degree) / self.cluster.link_bandwidth
+        return round(seconds * PICO)
+
+    def moves(self, value: Value, placements: Sequence[TensorPlacement]) -> Moves:
+        """The price of every redistribution of a value."""
+        nbytes = value.nbytes(self.batch)
+        return tuple(tuple(self._move(nbytes, a, b) for b in placements) for a in placements)
+
+    def _move(self, nbytes: int, source: TensorPlacement, target: TensorPlacement) -> int:
+        if source == target:
+            return 0
+        kind = collective_of(source, target)
+        return IMPOSSIBLE if kind is None else LOCAL if kind in ("slice", "first") else self.collective(kind, nbytes)
+
+    def compute(self, node: Node, ruled: Ruled, strategy: Strategy, values: Mapping[str, Value]) -> int:
+        """The time of a node under a strategy, on the fullest place; `node` and `values` are of plain sizes."""
+        if viewed(node) is not None:
+            return 0
+        cluster = self.cluster
+        read = [(o.value, how) for o, (_, how) in zip(ruled.call.operands, strategy.needs, strict=True)]
+        made = [(v, how) for v, how in zip(ruled.node.outs, strategy.gives, strict=True) if v is not None]
+        if node.op.overloadpacket.__name__ in GATHERS:
+            read = [*read[1:], *made]
+        moved = sum(self.local_bytes(value, how) for value, how in (*dict.fromkeys(read), *made))
+        work = float(flops(node, values)) * self._part(ruled, strategy)
+        seconds = max(work / cluster.flops, moved / cluster.bandwidth)
+        return round(seconds * PICO) + (self._exchanges(ruled, values) if strategy.spread else 0)
+
+    def local_bytes(self, value: Value, how: TensorPlacement | None) -> float:
+        """The bytes that the fullest place has of a value."""
+        return value.nbytes(self.batch) * share(value.shape, how, self.degree)
+
+    def _part(self, ruled: Ruled, strategy: Strategy) -> float:
+        """The part of the loops that the fullest place runs."""
+        cut = strategy.cut
+        if cut is None or ruled.rule is None:
+            return 1.0
+        return part(ruled.rule.factors[cut.factor].size, cut.outer, cut.unit, self.degree)
+
+    def _exchanges(self, ruled: Ruled, values: Mapping[str, Value]) -> int:
+        assert ruled.spread is not None  # the strategy is spread
+        slot, dim = ruled.spread.along
+        if not ruled.spread.exchanges:
+            return 0
+        value = values[next(o.value.name for o in ruled.call.operands if o.slot == slot)]
+        return ruled.spread.exchanges * self.collective("all_reduce", value.nbytes(1) // value.at(1)[dim])
+
+
+def collective_of(source: TensorPlacement, target: TensorPlacement) -> str | None:
+    """The collective that makes one placement into another; ``slice`` and ``first`` are local; None: there is none."""
+    match source, target:
+        case Partial(), Replicate():
+            return "all_reduce"
+        case Partial(), Shard():
+            return "reduce_scatter"
+        case Shard(), Replicate():
+            return "all_gather"
+        case Shard(), Shard():
+            return "all_to_all"
+        case Replicate(), Shard():
+            return "slice"
+        case Replicate(), Partial():
+            return "first"
+    return None

@@ -1,0 +1,191 @@
+"""Elimination: the exact minimum of a `Layout`, by dynamic programming over its graph.
+
+Every unit is a variable (its option), and so is, for every value, the set of placements in which it is needed. Costs
+are tables over few variables each:
+
+    time(o) + price * memory(o)                 over a unit
+    tree(given(o), s)                           over a value's maker and its set
+    0 if s has the placement needed(o), else inf    over the set and a reader
+
+A variable is eliminated by adding up the tables that have it and taking the minimum over it; what is left is a table
+over its neighbours (bucket elimination; Dechter 1999). Forward and backward of a transformer layer need tables of some
+millions of entries. Variables in `keep` stay: the result is the minimum for each of their values, so that what is
+outside of the body can be chosen later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from math import log2, prod
+
+import torch
+
+from autopart.solver.layout import IMPOSSIBLE, MOST, Layout, Unit, _reach
+
+Variable = str
+"""``u:name`` for a unit, ``s:name`` for a value's set."""
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Costs over some variables, a dim each, in their order."""
+
+    variables: tuple[Variable, ...]
+    costs: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Eliminated:
+    """What is left: `costs` has a dim for each of `keep`; `parts` the tables that each variable was eliminated from."""
+
+    keep: tuple[Variable, ...]
+    costs: torch.Tensor
+    parts: tuple[tuple[Variable, tuple[Table, ...]], ...]
+
+    def least(self, given: Mapping[Variable, int] | None = None) -> int | None:
+        """The least cost where kept variables have the values `given`; None if there is no way."""
+        found = float(self.costs[tuple((given or {}).get(v, slice(None)) for v in self.keep)].min())
+        return int(found) if found < IMPOSSIBLE else None
+
+    def best(self, given: Mapping[Variable, int] | None = None) -> dict[Variable, int] | None:
+        """The values of all variables at that cost; of several that are equally good, the first."""
+        if self.least(given) is None:
+            return None
+        costs = self.costs
+        for dim, variable in enumerate(self.keep):
+            if given and variable in given:
+                costs = costs.narrow(dim, given[variable], 1)
+        at = torch.unravel_index(costs.argmin(), costs.shape)
+        values = {v: (given or {}).get(v, int(i)) for v, i in zip(self.keep, at, strict=True)}
+        for variable, tables in reversed(self.parts):
+            column = sum(
+                t.costs[tuple(slice(None) if v == variable else values[v] for v in t.variables)] for t in tables
+            )
+            assert isinstance(column, torch.Tensor)  # a variable is in some table
+            values[variable] = int(column.argmin())
+        return values
+
+
+def eliminate(tables: Sequence[Table], keep: Sequence[Variable] = (), largest: int = 1 << 27) -> Eliminated:
+    """Add up the tables and minimise over every variable but those of `keep`, which must be in some table.
+
+    Raises MemoryError, before it begins, where a table would pass `largest` entries.
+    """
+    sizes = {v: n for table in tables for v, n in zip(table.variables, table.costs.shape, strict=True)}
+    order, entries = elimination_order(tables, keep, sizes)
+    if entries > largest:
+        raise MemoryError(f"a table of {entries} entries: this graph is too entangled to be solved exactly")
+    left = list(tables)
+    parts: list[tuple[Variable, tuple[Table, ...]]] = []
+    for variable in order:
+        mine = tuple(table for table in left if variable in table.variables)
+        left = [table for table in left if variable not in table.variables]
+        whole = _join(mine, sizes)
+        dim = whole.variables.index(variable)
+        left.append(Table(whole.variables[:dim] + whole.variables[dim + 1 :], whole.costs.amin(dim)))
+        parts.append((variable, mine))
+    kept = Table(tuple(keep), torch.zeros([sizes[v] for v in keep], dtype=torch.float64))
+    return Eliminated(tuple(keep), _join([kept, *left], sizes).costs, tuple(parts))
+
+
+def elimination_order(
+    tables: Iterable[Table], keep: Iterable[Variable], sizes: Mapping[Variable, int]
+) -> tuple[list[Variable], int]:
+    """An order that keeps tables small, and the entries of the largest: the variable that joins least anew is first.
+
+    (The weighted minimum fill-in of Kjaerulff 1990: what two variables joined cost is the product of their log sizes.)
+    """
+    around = _neighbours(tables)
+    bits = {v: log2(n) + 1e-9 for v, n in sizes.items()}
+
+    def fill(variable: Variable) -> float:
+        near = sorted(around[variable])
+        return sum(bits[a] * sum(bits[b] for b in near[i + 1 :] if b not in around[a]) for i, a in enumerate(near))
+
+    waiting = {v: fill(v) for v in sorted(sizes.keys() - set(keep))}
+    order: list[Variable] = []
+    largest = 1
+    while waiting:
+        variable = min(waiting, key=lambda v: (waiting[v], v))
+        del waiting[variable]
+        order.append(variable)
+        near = around.pop(variable)
+        largest = max(largest, prod(sizes[v] for v in near) * sizes[variable])
+        for other in near:
+            around[other] = (around[other] | near) - {variable, other}
+        stale = near.union(*(around[v] for v in near)) & waiting.keys()
+        waiting |= {v: fill(v) for v in stale}
+    return order, largest
+
+
+def solve(layout: Layout, keep: Sequence[str] = (), price: float = 0.0) -> Eliminated:
+    """A layout's minimum over all but the units `keep`, at a price of a byte. The variable of a unit is ``u:name``."""
+    return eliminate(tuple(_tables(layout, price)), tuple(f"u:{name}" for name in keep))
+
+
+def picks(layout: Layout, values: Mapping[Variable, int]) -> tuple[int, ...]:
+    """The option of every unit."""
+    return tuple(values[f"u:{unit.name}"] for unit in layout.units)
+
+
+def _tables(layout: Layout, price: float) -> Iterator[Table]:
+    moves = dict(layout.moves)
+    readers: dict[str, list[tuple[Unit, int]]] = {}
+    for unit in layout.units:
+        costs = torch.tensor([option.cost(price) for option in unit.options], dtype=torch.float64)
+        yield Table((f"u:{unit.name}",), costs)
+        for place, value in enumerate(unit.reads):
+            readers.setdefault(value, []).append((unit, place))
+    for unit in layout.units:
+        for place, value in enumerate(unit.makes):
+            if value in readers:
+                yield from _value_tables(value, unit, place, readers[value], moves[value])
+
+
+def _value_tables(
+    value: str, maker: Unit, made: int, readers: Sequence[tuple[Unit, int]], moves: tuple[tuple[int, ...], ...]
+) -> Iterator[Table]:
+    wanted = [{o.needs[place] for o in unit.options} for unit, place in readers]
+    sets = [*_sets(wanted)]
+    given = [option.gives[made] for option in maker.options]
+    trees = {how: [_least(moves, how, needed) for needed in sets] for how in set(given)}
+    rows = torch.tensor([trees[how] for how in given], dtype=torch.float64)
+    yield Table((f"u:{maker.name}", f"s:{value}"), rows)
+    for unit, place in readers:
+        fits = [[o.needs[place] is None or o.needs[place] in needed for o in unit.options] for needed in sets]
+        costs = torch.zeros(len(sets), len(unit.options), dtype=torch.float64)
+        yield Table((f"s:{value}", f"u:{unit.name}"), costs.masked_fill(~torch.tensor(fits), torch.inf))
+
+
+def _sets(wanted: Sequence[Collection[int | None]]) -> Iterator[frozenset[int]]:
+    """Every set of placements that readers can need together, who each have one of `wanted`."""
+    places = sorted({how for needs in wanted for how in needs if how is not None})
+    least = 0 if all(None in needs for needs in wanted) else 1
+    for count in range(least, min(len(wanted), len(places), MOST) + 1):
+        yield from map(frozenset, combinations(places, count))
+
+
+def _least(moves: tuple[tuple[int, ...], ...], given: int, needed: frozenset[int]) -> float:
+    costs = (found.cost for held, found in _reach(moves, given).items() if needed - {given} <= held)
+    return min(costs, default=torch.inf)
+
+
+def _neighbours(tables: Iterable[Table]) -> dict[Variable, set[Variable]]:
+    found: dict[Variable, set[Variable]] = {}
+    for table in tables:
+        for variable in table.variables:
+            found.setdefault(variable, set()).update(v for v in table.variables if v != variable)
+    return found
+
+
+def _join(tables: Sequence[Table], sizes: Mapping[Variable, int]) -> Table:
+    """The sum of tables, over all of their variables."""
+    variables = tuple(dict.fromkeys(v for table in tables for v in table.variables))
+    costs = torch.zeros([sizes[v] for v in variables], dtype=torch.float64)
+    for table in tables:
+        order = sorted(range(len(table.variables)), key=lambda i: variables.index(table.variables[i]))
+        shape = [sizes[v] if v in table.variables else 1 for v in variables]
+        costs += table.costs.permute(order).reshape(shape)
+    return Table(variables, costs)

@@ -1,0 +1,217 @@
+"""Tensor placements of a whole step on one axis: every segment's table over its boundary, and the best of their sum.
+
+A body's table says what it costs for each placement of the values that come in and go out, forward and backward. What
+passes between segments has one placement that all its segments agree on; a body moves it inside where it wants it
+otherwise. What several segments read and no parameter enters (rotary tables, masks) is whole at every place, and each
+takes its piece. Parameters of several segments, and pinned ones, are part of the boundary. Equal bodies share a table,
+so the time goes with the number of distinct bodies.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from autopart.errors import PlanInfeasible
+from autopart.ir.placed import PlacedBody
+from autopart.ir.placement import TensorPlacement
+from autopart.ir.segmented import Segment, Segmented
+from autopart.solver.axis import Axis
+from autopart.solver.eliminate import Eliminated, Table, eliminate, picks, solve
+from autopart.solver.layout import evaluate
+from autopart.solver.tensor import BodyLayout, layout_of
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """The bodies of the segments, in order, as placed (equal ones are one object), and how values pass between them.
+
+    `time` is predicted, in picoseconds; `memory` are the bytes of parameters (`Axis.copies` times) and of what is saved
+    for the backward, on the fullest place. A parameter counts in every segment that has it.
+    """
+
+    segments: tuple[PlacedBody, ...]
+    between: Mapping[str, TensorPlacement]
+    time: int
+    memory: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Wired:
+    """A segment's body as a layout, and what each unit of its boundary is outside: a value or a parameter."""
+
+    layout: BodyLayout
+    units: tuple[str, ...]
+    variables: tuple[str, ...]
+
+
+def place(
+    segmented: Segmented, axis: Axis, pins: Mapping[str, TensorPlacement] | None = None, memory: int | None = None
+) -> Placed:
+    """The fastest placement of every value on an axis. `pins` are placements of parameters, by target.
+
+    What the caller passes is whole at every place, and so are the loss and gradients of inputs. Where `memory` (bytes)
+    binds, it is the fastest of those that are fastest at some price of a byte: what lies on the convex hull of time
+    against memory. Raises ValueError for a pin that no layout can keep, naming those that one can, and PlanInfeasible
+    where nothing fits.
+    """
+    pins = dict(pins or {})
+    _known(segmented, pins)
+    wired = _wired(segmented, axis, pins.keys())
+    found = _at(wired, pins, axis, TIE)
+    if memory is None or found.memory <= memory:
+        return found
+    smallest = _at(wired, pins, axis, DEAR)
+    if smallest.memory > memory:
+        raise PlanInfeasible(
+            f"on {axis.name}={axis.degree} the parameters and what is saved for the backward take at least"
+            f" {smallest.memory} bytes, more than the {memory} allowed; a larger axis, fewer samples or recompute helps"
+        )
+    over, under = found, smallest
+    while under.time > over.time:  # the hull between the two: the price at which they cost the same may find a third
+        middle = _at(wired, pins, axis, (under.time - over.time) / (over.memory - under.memory))
+        if not under.memory < middle.memory < over.memory:
+            break
+        over, under = (over, middle) if middle.memory <= memory else (middle, under)
+    return under
+
+
+TIE, DEAR = 1e-3, 1e6
+"""Picoseconds a byte: of equally fast layouts the smaller, and memory before all."""
+
+
+def _wired(segmented: Segmented, axis: Axis, pinned: Collection[str]) -> list[_Wired]:
+    users = Counter(target for segment in segmented.segments for target in segment.parameters)
+    outside = {target for target, count in users.items() if count > 1} | set(pinned)
+    whole = _whole(segmented)
+    layouts: dict[tuple[int, tuple[str, ...]], BodyLayout] = {}
+    found = []
+    for segment in segmented.segments:
+        wires = _wires(segmented, segment, outside)
+        units = tuple(unit for unit, name in wires.items() if name not in whole)
+        key = segment.body, units
+        if key not in layouts:
+            shared = {unit.split()[-1] for unit, name in wires.items() if name in whole}
+            layouts[key] = layout_of(segmented.bodies[segment.body], segment, axis, shared)
+        found.append(_Wired(layouts[key], units, tuple(wires[unit] for unit in units)))
+    return found
+
+
+def _at(wired: Sequence[_Wired], pins: Mapping[str, TensorPlacement], axis: Axis, price: float) -> Placed:
+    """The best placement at a price of a byte."""
+    solved: dict[tuple[int, tuple[str, ...]], Eliminated] = {}
+    for one in wired:
+        key = id(one.layout), one.units
+        if key not in solved:
+            solved[key] = solve(one.layout.layout, one.units, price)
+    domains = _domains(wired)
+    tables = [_over(one, solved[id(one.layout), one.units].costs, domains) for one in wired]
+    tables += [_pinned(variable, how, domains) for variable, how in pins.items()]
+    values = eliminate(tables).best()
+    if values is None:
+        raise ValueError(f"no layout on {axis.name!r} keeps all of these pins together: {', '.join(pins)}")
+    between = {name: domains[name][at] for name, at in values.items()}
+    bodies: dict[object, tuple[PlacedBody, int, int]] = {}
+    taken = []
+    for one in wired:
+        given = {
+            f"u:{unit}": one.layout.choices(unit).index(between[variable])
+            for unit, variable in zip(one.units, one.variables, strict=True)
+        }
+        same = id(one.layout), tuple(given.items())
+        if same not in bodies:
+            bodies[same] = _body(one.layout, solved[id(one.layout), one.units], given)
+        taken.append(bodies[same])
+    times, memories = sum(time for _, time, _ in taken), sum(memory for _, _, memory in taken)
+    return Placed(tuple(body for body, _, _ in taken), between, times, memories)
+
+
+def _body(layout: BodyLayout, solved: Eliminated, given: Mapping[str, int]) -> tuple[PlacedBody, int, int]:
+    """A body with its boundary given, counted afresh: time and memory."""
+    values = solved.best(given)
+    assert values is not None  # the sum of the tables is finite
+    taken = picks(layout.layout, values)
+    time = evaluate(layout.layout, taken)
+    assert time is not None  # what the tables allow can be done
+    memory = sum(unit.options[pick].memory for unit, pick in zip(layout.layout.units, taken, strict=True))
+    return layout.placed(taken), time, memory
+
+
+def _known(segmented: Segmented, pins: Mapping[str, TensorPlacement]) -> None:
+    targets = {target for segment in segmented.segments for target in segment.parameters}
+    for target in pins:
+        if target not in targets:
+            raise ValueError(f"placement: no segment has a parameter {target!r}")
+
+
+def _whole(segmented: Segmented) -> set[str]:
+    """The values between segments that are whole at every place."""
+    captured = segmented.captured
+    trained = {item.value.name for item in captured.of_kind("parameter") if item.requires_grad}
+    for node in captured.nodes:
+        if not trained.isdisjoint(node.refs()):
+            trained.update(node.names())
+    readers = Counter(name for segment in segmented.segments for name in segment.values)
+    given = {item.value.name for item in captured.of_kind("input", "tangent")}
+    returned = {out.name for out in captured.outputs if out.kind in ("loss", "input_grad")}
+    return given | returned | {name for name, count in readers.items() if count > 1 and name not in trained}
+
+
+def _wires(segmented: Segmented, segment: Segment, outside: set[str]) -> dict[str, str]:
+    """From units of a body's boundary to variables: names of values in the whole graph, and targets of parameters."""
+    body = segmented.bodies[segment.body]
+    names = [v.name for v in body.forward.inputs]
+    wires = {f"in {local}": name for local, name in zip(names, segment.values, strict=False)}
+    outputs = zip(body.forward.outputs, segment.outputs, strict=False)
+    wires |= {f"out {i} {local}": name for i, (local, name) in enumerate(outputs)}
+    owners = dict(
+        zip(names[len(segment.values) + len(segment.forward_fixed) :], segment.forward_parameters, strict=True)
+    )
+    if body.backward is not None:
+        formals = [v.name for v in body.backward.inputs]
+        wires |= {f"in {local}": name for local, name in zip(formals, segment.backward_inputs, strict=False)}
+        count = len(segment.backward_parameters)
+        owners |= dict(zip(formals[len(formals) - count :], segment.backward_parameters, strict=True))
+        results = (*segment.backward_outputs, *segment.gradients)
+        for i, (local, name) in enumerate(zip(body.backward.outputs, results, strict=True)):
+            if i < len(segment.backward_outputs) or name not in owners.values():
+                wires[f"back {i} {local}"] = name
+    return wires | {f"parameter {local}": target for local, target in owners.items() if target in outside}
+
+
+def _domains(wired: Sequence[_Wired]) -> dict[str, tuple[TensorPlacement, ...]]:
+    """The placements of every variable that some segment can do."""
+    found: dict[str, dict[TensorPlacement, None]] = {}
+    for one in wired:
+        for unit, variable in zip(one.units, one.variables, strict=True):
+            found.setdefault(variable, {}).update(dict.fromkeys(one.layout.choices(unit)))
+    return {variable: tuple(places) for variable, places in found.items()}
+
+
+def _over(one: _Wired, costs: torch.Tensor, domains: Mapping[str, tuple[TensorPlacement, ...]]) -> Table:
+    """A body's table over the variables of a segment; a placement that it cannot do costs infinity."""
+    variables = one.variables
+    for dim, (unit, variable) in enumerate(zip(one.units, variables, strict=True)):
+        own = {how: i for i, how in enumerate(one.layout.choices(unit))}
+        at = [own.get(how, len(own)) for how in domains[variable]]
+        nowhere = torch.full_like(costs.narrow(dim, 0, 1), torch.inf)
+        costs = torch.cat((costs, nowhere), dim).index_select(dim, torch.tensor(at))
+    for variable in dict.fromkeys(v for v in variables if variables.count(v) > 1):
+        first, *more = (dim for dim, v in enumerate(variables) if v == variable)
+        for dim in reversed(more):  # one value in two places of the boundary: only equal placements count
+            costs = costs.diagonal(0, first, dim).movedim(-1, first)
+            variables = variables[:dim] + variables[dim + 1 :]
+    return Table(variables, costs)
+
+
+def _pinned(variable: str, how: TensorPlacement, domains: Mapping[str, tuple[TensorPlacement, ...]]) -> Table:
+    places = domains[variable]
+    if how not in places:
+        known = ", ".join(str(p) for p in places)
+        raise ValueError(f"placement: {variable!r} cannot be {how} on this axis; it can be {known}")
+    costs = torch.full((len(places),), torch.inf, dtype=torch.float64)
+    costs[places.index(how)] = 0
+    return Table((variable,), costs)

@@ -1,0 +1,311 @@
+"""Tensor placements of one body on one axis: the body as a `Layout`, and a layout's solution as a `PlacedBody`.
+
+Units, in the words of `solver.layout`:
+
+    in x            a value from outside: in any placement, which is the boundary's to choose
+    parameter w     a parameter and its gradient: placed alike; it costs its bytes
+    a node          one option a strategy (`rules.strategies`); it costs its time
+    save x          forward x -> what the backward reads: kept in one placement; it costs its bytes
+    out y           a value for outside
+
+Placements that come into question are those that some node can make or read: a fixed point, since a view hands its
+neighbours' splits on (`_candidates`). Forward and backward are one layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from autopart.ir.graph import Node, Size, Value, map_arg
+from autopart.ir.placed import Cut, Move, PlacedBody, PlacedFunction, Strategy
+from autopart.ir.placement import Partial, Replicate, Shard, TensorPlacement
+from autopart.ir.segmented import Body, Function, Segment
+from autopart.rules.alias import roots
+from autopart.rules.strategies import Ruled, strategies
+from autopart.solver.axis import Axis
+from autopart.solver.layout import Layout, Option, Unit, flows, tree
+
+LATER = "'"
+"""What the backward reads of a forward value is a value of its own, of this name after the forward's."""
+
+
+@dataclass(frozen=True, slots=True)
+class BodyLayout:
+    """A body as a layout. `placements` lists each value's; ``strategies[i]`` are unit i's options, if it is a node.
+
+    `boundary` names the units of values that come from outside or go there, and of parameters, in the body's order.
+    """
+
+    body: Body
+    axis: Axis
+    layout: Layout
+    placements: Mapping[str, tuple[TensorPlacement, ...]]
+    strategies: tuple[tuple[Strategy, ...], ...]
+    boundary: tuple[str, ...]
+
+    def choices(self, unit: str) -> tuple[TensorPlacement, ...]:
+        """The placements among which a unit of the boundary chooses, in the order of its options."""
+        found = next(u for u in self.layout.units if u.name == unit)
+        value = (found.makes or found.reads)[0]
+        return tuple(self.placements[value][(o.gives or o.needs)[0] or 0] for o in found.options)
+
+    def placed(self, picks: Sequence[int]) -> PlacedBody:
+        """A solution as placements, strategies and moves."""
+        units = self.layout.units
+        chosen = {unit.name: unit.options[pick] for unit, pick in zip(units, picks, strict=True)}
+        taken = [s[pick] for s, pick in zip(self.strategies, picks, strict=True) if s]
+        prices = dict(self.layout.moves)
+        moves: list[Move] = []
+        given: dict[str, TensorPlacement] = {}
+        for value, how, needed in flows(self.layout, list(chosen.values())):
+            places = self.placements[value]
+            given[value] = places[how]
+            moves += [Move(value, places[a], places[b]) for a, b in tree(prices[value], how, needed).steps]
+        forward, backward = self.body.forward, self.body.backward
+        late = {name for name in _late(self.body)}
+
+        def outputs(function: Function, names: Mapping[str, str], phase: str) -> tuple[TensorPlacement, ...]:
+            return tuple(
+                self.placements[name][_need(units, chosen, f"{phase} {i} {name}", names.get(name, name))]
+                for i, name in enumerate(function.outputs)
+            )
+
+        def part(function: Function, steps: list[Strategy], names: Mapping[str, str], phase: str) -> PlacedFunction:
+            own = {*names.values(), *(name for node in function.nodes for name in node.names())}
+            inputs = tuple(given[names[v.name]] for v in function.inputs)
+            mine = tuple(replace(m, value=m.value.removesuffix(LATER)) for m in moves if m.value in own)
+            return PlacedFunction(function, inputs, tuple(steps), outputs(function, names, phase), mine)
+
+        count = len(forward.nodes)
+        first = part(forward, taken[:count], {v.name: v.name for v in forward.inputs}, "out")
+        if backward is None:
+            return PlacedBody(self.body, self.axis.name, self.axis.degree, first, (), None)
+        names = {v.name: v.name + LATER if v.name in late else v.name for v in backward.inputs}
+        saved = tuple(given[name + LATER] for name in self.body.saved)
+        second = part(backward, taken[count:], names, "back")
+        return PlacedBody(self.body, self.axis.name, self.axis.degree, first, saved, second)
+
+
+def _need(units: Sequence[Unit], chosen: Mapping[str, Option], unit: str, value: str) -> int:
+    """How an output is needed: by the unit of its own, or by that of the parameter whose gradient it is."""
+    found = next((u for u in units if u.name == unit), None)
+    if found is None:
+        found = next(u for u in units if u.name.startswith("parameter ") and value in u.reads)
+    need = chosen[found.name].needs[found.reads.index(value)]
+    assert need is not None  # only nodes ignore what they read
+    return need
+
+
+def _late(body: Body) -> list[str]:
+    """The backward's formals that are not gradients: what is saved, fixed values and parameters."""
+    if body.backward is None:
+        return []
+    forward = {v.name for v in body.forward.inputs} | {n for node in body.forward.nodes for n in node.names()}
+    return [v.name for v in body.backward.inputs if v.name in forward or v.name in body.saved]
+
+
+class _Build:
+    """One body on its way to a layout."""
+
+    def __init__(self, body: Body, segment: Segment, axis: Axis, whole: Collection[str]) -> None:
+        self.body, self.segment, self.axis, self.degree, self.whole = body, segment, axis, axis.degree, whole
+        self.forward, backward = body.forward, body.backward or Function((), (), ())
+        values, fixed = len(segment.values), len(segment.forward_fixed)
+        names = [v.name for v in self.forward.inputs]
+        self.given, self.fixed = names[:values], names[values : values + fixed]
+        owners = dict(zip(segment.forward_parameters, names[values + fixed :], strict=True))
+        formals = [v.name for v in backward.inputs]
+        self.back_given = formals[: len(segment.backward_inputs)]
+        rest = formals[len(segment.backward_inputs) + len(body.saved) :]
+        self.back_fixed = rest[: len(segment.backward_fixed)]
+        owners |= dict(zip(segment.backward_parameters, rest[len(segment.backward_fixed) :], strict=True))
+        self.parameters = owners
+        made = backward.outputs[len(segment.backward_outputs) :] if body.backward is not None else ()
+        self.gradients = [(owners.get(target), name) for target, name in zip(segment.gradients, made, strict=True)]
+        late = {v.name: v.name + LATER for v in backward.inputs if v.name not in self.back_given}
+        self.late = late
+        values_known = {v.name: v for v in self.forward.inputs}
+        values_known |= {late.get(v.name, v.name): replace(v, name=late.get(v.name, v.name)) for v in backward.inputs}
+        self.nodes = [*self.forward.nodes, *(node.renamed(late) for node in backward.nodes)]
+        for node in self.nodes:
+            values_known |= {out.name: out for out in node.outs if out is not None}
+        self.values = values_known
+        self.ruled = [Ruled.of(node, self.values) for node in self.nodes]
+        self._alike: dict[str, str] = {}
+        for owner, gradient in self.gradients:
+            if owner is not None and self._key(owner) != self._key(gradient):
+                self._alike[self._key(gradient)] = self._key(owner)
+
+    def build(self) -> BodyLayout:
+        """The layout."""
+        cuts, shards = self._candidates()
+        options = [strategies(r, sorted(c, key=str), self.degree) for r, c in zip(self.ruled, cuts, strict=True)]
+        pending = self._pending(options)
+        self.places: dict[str, tuple[TensorPlacement, ...]] = {}
+        for name in self.values:
+            key = self._key(name)
+            sums = (Partial(),) if key in pending else ()
+            self.places[name] = (Replicate(), *sums, *sorted(shards.get(key, ()), key=str))
+        units = [*self._sources(), *self._own_parameters()]
+        found: list[tuple[Strategy, ...]] = [()] * len(units)
+        numbers = {name: _plain_value(value, self.axis.batch) for name, value in self.values.items()}
+        for number, (ruled, taken) in enumerate(zip(self.ruled, options, strict=True)):
+            units.append(self._node(number, ruled, taken, numbers))
+            found.append(taken)
+        units += [*self._saves(), *self._sinks()]
+        found += [()] * (len(units) - len(found))
+        read = {name for unit in units for name in unit.reads}
+        moves = tuple(
+            (name, self.axis.moves(value, self.places[name])) for name, value in self.values.items() if name in read
+        )
+        moves += tuple((name, ((0,) * len(p),) * len(p)) for name, p in self.places.items() if name not in read)
+        boundary = tuple(u.name for u in units if u.name.split()[0] in ("in", "parameter", "out", "back"))
+        return BodyLayout(self.body, self.axis, Layout(tuple(units), moves), self.places, tuple(found), boundary)
+
+    # ---- which placements come into question -------------------------------------------------------------------------
+
+    def _key(self, name: str) -> str:
+        """What names a value and all that must be able to be placed like it: what is saved of it, or a gradient."""
+        name = name.removesuffix(LATER)
+        while name in self._alike:
+            name = self._alike[name]
+        return name
+
+    def _candidates(self) -> tuple[list[set[Cut]], dict[str, set[Shard]]]:
+        """The cuts of every node and the splits of every value: each cut splits values, each split cuts their nodes."""
+        cuts: list[set[Cut]] = [set() for _ in self.nodes]
+        shards: dict[str, set[Shard]] = {}
+        users: dict[str, list[int]] = {}
+        for i, ruled in enumerate(self.ruled):
+            for name in dict.fromkeys((*(o.value.name for o in ruled.call.operands), *ruled.node.names())):
+                users.setdefault(self._key(name), []).append(i)
+        waiting = [(i, cut) for i, ruled in enumerate(self.ruled) for cut in ruled.cuts(self.degree)]
+        while waiting:
+            i, cut = waiting.pop()
+            if cut in cuts[i]:
+                continue
+            cuts[i].add(cut)
+            for name, shard in self._splits(self.ruled[i], cut):
+                key = self._key(name)
+                if shard not in shards.setdefault(key, set()):
+                    shards[key].add(shard)
+                    waiting += [(j, c) for j in users[key] for c in self._cuts(self.ruled[j], key, shard)]
+        return cuts, shards
+
+    def _cuts(self, ruled: Ruled, key: str, shard: Shard) -> Iterator[Cut]:
+        names = dict.fromkeys((*(o.value.name for o in ruled.call.operands), *ruled.node.names()))
+        for name in names:
+            if self._key(name) == key:
+                yield from ruled.cut_for(name, shard, self.degree)
+
+    def _splits(self, ruled: Ruled, cut: Cut) -> Iterator[tuple[str, Shard]]:
+        for made in strategies(ruled, (cut,), self.degree)[1:]:
+            if made.cut is None:
+                continue
+            for operand, (_, how) in zip(ruled.call.operands, made.needs, strict=True):
+                if isinstance(how, Shard):
+                    yield operand.value.name, how
+            for out, given in zip(ruled.node.outs, made.gives, strict=True):
+                if out is not None and isinstance(given, Shard):
+                    yield out.name, given
+
+    def _pending(self, options: Sequence[tuple[Strategy, ...]]) -> set[str]:
+        """The values that some strategy needs or gives as a part of a sum."""
+        found = set()
+        for ruled, taken in zip(self.ruled, options, strict=True):
+            for strategy in taken:
+                names = [o.value.name for o in ruled.call.operands]
+                found |= {n for n, (_, how) in zip(names, strategy.needs, strict=True) if how == Partial()}
+                outs = zip(ruled.node.outs, strategy.gives, strict=True)
+                found |= {out.name for out, how in outs if out is not None and how == Partial()}
+        return {self._key(name) for name in found}
+
+    # ---- units -------------------------------------------------------------------------------------------------------
+
+    def _place(self, name: str, how: TensorPlacement | None) -> int | None:
+        return None if how is None else self.places[name].index(how)
+
+    def _node(self, number: int, ruled: Ruled, taken: Sequence[Strategy], numbers: Mapping[str, Value]) -> Unit:
+        node = ruled.node
+        plain = _plain_node(node, self.axis.batch)
+        reads = tuple(o.value.name for o in ruled.call.operands)
+        made = []
+        for strategy in taken:
+            needs = tuple(self._place(n, how) for n, (_, how) in zip(reads, strategy.needs, strict=True))
+            outs = [(o.name, how) for o, how in zip(node.outs, strategy.gives, strict=True) if o is not None]
+            gives = tuple(self.places[name].index(how) for name, how in outs if how is not None)
+            made.append(Option(needs, gives, self.axis.compute(plain, ruled, strategy, numbers)))
+        return Unit(f"node {number}", reads, node.names(), tuple(made))
+
+    def _sources(self) -> Iterator[Unit]:
+        for name in (*self.given, *self.back_given):
+            count = 1 if name in self.whole else len(self.places[name])
+            yield Unit(f"in {name}", (), (name,), tuple(Option((), (i,)) for i in range(count)))
+        for name in (*self.fixed, *(self.late[name] for name in self.back_fixed)):
+            yield Unit(f"fixed {name}", (), (name,), (Option((), (0,)),))
+
+    def _own_parameters(self) -> Iterator[Unit]:
+        """A parameter and its gradients have one placement; it is never a part of a sum."""
+        for name in self.parameters.values():
+            makes = tuple(n for n in (name, self.late.get(name)) if n in self.values)
+            grads = tuple(gradient for owner, gradient in self.gradients if owner == name)
+            options = []
+            for how in self.places[makes[0]]:
+                if how == Partial():
+                    continue
+                needs = tuple(self.places[g].index(how) for g in grads)
+                gives = tuple(self.places[n].index(how) for n in makes)
+                options.append(Option(needs, gives, 0, self._bytes(makes[0], how) * self.axis.copies))
+            yield Unit(f"parameter {name}", grads, makes, tuple(options))
+
+    def _saves(self) -> Iterator[Unit]:
+        """What is saved; views of one storage cost their bytes once."""
+        root = roots(self.forward.nodes)
+        held = {*self.fixed, *self.parameters.values()}
+        for name in self.body.saved:
+            base = root.get(name, name)
+            options = tuple(
+                Option((i,), (i,), 0, 0 if base in held else self._bytes(name, how))
+                for i, how in enumerate(self.places[name])
+            )
+            held.add(base)
+            yield Unit(f"save {name}", (name,), (name + LATER,), options)
+
+    def _sinks(self) -> Iterator[Unit]:
+        for i, name in enumerate(self.forward.outputs):
+            whole = (
+                i >= len(self.segment.outputs) or name in self.whole
+            )  # new values of buffers are the same everywhere
+            yield self._sink(f"out {i} {name}", name, whole=whole)
+        if self.body.backward is not None:
+            taken = {gradient for owner, gradient in self.gradients if owner is not None}
+            for i, name in enumerate(self.body.backward.outputs):
+                if i < len(self.segment.backward_outputs) or name not in taken:
+                    yield self._sink(f"back {i} {name}", self.late.get(name, name), whole=False)
+
+    def _sink(self, unit: str, name: str, *, whole: bool) -> Unit:
+        count = 1 if whole else len(self.places[name])
+        return Unit(unit, (name,), (), tuple(Option((i,), ()) for i in range(count)))
+
+    def _bytes(self, name: str, how: TensorPlacement) -> int:
+        return round(self.axis.local_bytes(self.values[name], how))
+
+
+def layout_of(body: Body, segment: Segment, axis: Axis, whole: Collection[str] = ()) -> BodyLayout:
+    """The layout of a body, whose formals are those of `segment`, on an axis. What is in `whole` passes it unsplit."""
+    return _Build(body, segment, axis, whole).build()
+
+
+def _plain_value(value: Value, batch: int) -> Value:
+    return replace(value, shape=value.at(batch))
+
+
+def _plain_node(node: Node, batch: int) -> Node:
+    """The node with plain numbers for sizes; it serves to count FLOPs."""
+
+    def leaf(arg: object) -> object:
+        return int(arg.at(batch)) if isinstance(arg, Size) else arg
+
+    outs = tuple(None if out is None else _plain_value(out, batch) for out in node.outs)
+    return replace(node, args=map_arg(node.args, leaf), outs=outs)
