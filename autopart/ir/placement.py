@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
+from autopart.ir.graph import Dim, Size
+
 if TYPE_CHECKING:
     from autopart.ir.calculus import Costs, Precision
 
 STATES = ("parameters", "optimizer", "gradients", "activations")
-
-from autopart.ir.graph import Dim, Size
 
 
 class Mode(Enum):
