@@ -131,7 +131,8 @@ RANK = """
 import os, sys, time
 import autopart
 rank = int(os.environ["RANK"])
-print("rank", rank, "of", os.environ["WORLD_SIZE"], *sys.argv[1:], os.getpid(), flush=True)
+# in one write, which no other rank's output comes between
+os.write(1, f"rank {rank} of {os.environ['WORLD_SIZE']} {' '.join(sys.argv[1:])} {os.getpid()}\\n".encode())
 if "fail" in sys.argv and rank == 1:
     raise ValueError("the planted fault")
 if len(sys.argv) > 1 and sys.argv[1] != "--well":
