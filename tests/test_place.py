@@ -185,7 +185,16 @@ def drawn(name: str, number: int, degree: int, seed: int) -> PlacedBody:
 
 
 @pytest.mark.parametrize(
-    ("name", "number", "degree"), [("gpt", 1, 2), ("gpt", -1, 3), ("mlp", 1, 4), ("conv", 1, 3), ("lookups", -1, 3)]
+    ("name", "number", "degree"),
+    [
+        ("gpt", 1, 2),
+        ("gpt", -1, 3),
+        ("mlp", 1, 4),
+        ("conv", 1, 3),
+        ("lookups", -1, 3),
+        ("backward_only", -1, 2),
+        ("backward_only", 0, 3),
+    ],
 )
 def test_any_placement_makes_up_the_whole(name: str, number: int, degree: int) -> None:
     _, each, batch = steps(name)
