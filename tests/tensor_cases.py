@@ -103,9 +103,40 @@ def lookups() -> Sample:
     return Lookups(), (ids, target), {}
 
 
+class _Scaled(torch.autograd.Function):
+    """The identity forward; its backward reads a weight and a buffer that its forward does not."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight, mask)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        x, weight, mask = ctx.saved_tensors
+        return gradient * weight * mask, (gradient * x).sum(0), None
+
+
+class BackwardOnly(nn.Module):
+    """A parameter and a buffer that only the backward reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.weight = nn.Parameter(torch.randn(8))
+        self.register_buffer("mask", torch.rand(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _Scaled.apply(self.first(x), self.weight, self.mask).square().sum()
+
+
+def backward_only() -> Sample:
+    return BackwardOnly(), (torch.randn(4, 8),), {}
+
+
 CASES: dict[str, Callable[[], Sample]] = {
     "gpt": gpt, "gpt_wide": lambda: gpt(vocabulary=1024), "gpt2": gpt2, "llama": llama, "mlp": mlp, "conv": conv,
-    "lookups": lookups, "tied": tied,
+    "lookups": lookups, "tied": tied, "backward_only": backward_only,
 }  # fmt: skip
 
 

@@ -120,7 +120,7 @@ def test_z3_certifies_the_body_of_an_mlp() -> None:
     from autopart.solver.tensor import layout_of
 
     _, found, batch = steps("mlp")
-    cluster = Cluster(2, 2**30, 1e6, 1e9, 1e9, 1e-6)
+    cluster = Cluster.uniform(2, 2**30, 1e6, 1e9, 1e9, 1e-6)
     layout = layout_of(found[0].body, found[0].segment, Axis("tp", 2, cluster, batch)).layout
     values = solve(layout).best()
     assert values is not None

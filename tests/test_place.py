@@ -26,13 +26,13 @@ from autopart.solver.tensor import layout_of
 from tests import places
 from tests.tensor_cases import LENGTH, SAMPLES, WIDTH, Ran, run, steps
 
-FAST = Cluster(8, 2**40, 1e11, 1e18, 1e10, 1e-6)
+FAST = Cluster.uniform(8, 2**40, 1e11, 1e18, 1e10, 1e-6)
 """Products take long and so does each message; memory is as fast as can be, so splitting norms is worth nothing."""
 
-SLOW = replace(FAST, bandwidth=1e10, link_latency=1e-8)
+SLOW = Cluster.uniform(8, 2**40, 1e11, 1e10, 1e10, 1e-8)
 """Memory is slow, messages are cheap: what is not split costs."""
 
-NEAR = replace(FAST, flops=1e10, link_bandwidth=1e9, link_latency=1e-7)
+NEAR = Cluster.uniform(8, 2**40, 1e10, 1e18, 1e9, 1e-7)
 """Bytes take long, and messages as such do not."""
 
 TOKENS = SAMPLES * LENGTH * WIDTH * 8
@@ -185,7 +185,16 @@ def drawn(name: str, number: int, degree: int, seed: int) -> PlacedBody:
 
 
 @pytest.mark.parametrize(
-    ("name", "number", "degree"), [("gpt", 1, 2), ("gpt", -1, 3), ("mlp", 1, 4), ("conv", 1, 3), ("lookups", -1, 3)]
+    ("name", "number", "degree"),
+    [
+        ("gpt", 1, 2),
+        ("gpt", -1, 3),
+        ("mlp", 1, 4),
+        ("conv", 1, 3),
+        ("lookups", -1, 3),
+        ("backward_only", -1, 2),
+        ("backward_only", 0, 3),
+    ],
 )
 def test_any_placement_makes_up_the_whole(name: str, number: int, degree: int) -> None:
     _, each, batch = steps(name)

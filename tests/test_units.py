@@ -15,7 +15,7 @@ from autopart.solver.axis import Axis
 from autopart.solver.place import place
 from tests.tensor_cases import run, steps
 
-CHEAP = Cluster(8, 2**40, 1e8, 1e18, 1e9, 1e-8)
+CHEAP = Cluster.uniform(8, 2**40, 1e8, 1e18, 1e9, 1e-8)
 """Computing takes long, messages nothing: all that can be split is."""
 
 

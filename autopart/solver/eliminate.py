@@ -22,7 +22,7 @@ from math import log2, prod
 
 import torch
 
-from autopart.solver.layout import IMPOSSIBLE, MOST, Layout, Unit, _reach
+from autopart.solver.layout import IMPOSSIBLE, MOST, Layout, Unit, reach
 
 Variable = str
 """``u:name`` for a unit, ``s:name`` for a value's set."""
@@ -168,7 +168,7 @@ def _sets(wanted: Sequence[Collection[int | None]]) -> Iterator[frozenset[int]]:
 
 
 def _least(moves: tuple[tuple[int, ...], ...], given: int, needed: frozenset[int]) -> float:
-    costs = (found.cost for held, found in _reach(moves, given).items() if needed - {given} <= held)
+    costs = (found.cost for held, found in reach(moves, given).items() if needed - {given} <= held)
     return min(costs, default=torch.inf)
 
 

@@ -70,11 +70,11 @@ class Tree:
 def tree(moves: Moves, given: int, needed: Iterable[int]) -> Tree:
     """The cheapest tree from `given` that has all of `needed`."""
     targets = frozenset(needed) - {given}
-    return min((found for held, found in _reach(moves, given).items() if targets <= held), key=lambda t: t.cost)
+    return min((found for held, found in reach(moves, given).items() if targets <= held), key=lambda t: t.cost)
 
 
 @lru_cache(maxsize=4096)
-def _reach(moves: Moves, given: int) -> dict[frozenset[int], Tree]:
+def reach(moves: Moves, given: int) -> dict[frozenset[int], Tree]:
     """For every set of placements that can be there besides `given`: the cheapest tree that makes exactly these."""
     found = {frozenset[int](): Tree(0, ())}
     layer = list(found)
@@ -100,7 +100,7 @@ def evaluate(layout: Layout, picks: Sequence[int], price: float = 0.0) -> int | 
     for value, given, needed in flows(layout, chosen):
         if len(needed) > MOST:
             return None
-        reached = _reach(dict(layout.moves)[value], given)
+        reached = reach(dict(layout.moves)[value], given)
         costs = [t.cost for held, t in reached.items() if needed - {given} <= held]
         if not costs:
             return None

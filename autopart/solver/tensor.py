@@ -63,7 +63,6 @@ class BodyLayout:
             given[value] = places[how]
             moves += [Move(value, places[a], places[b]) for a, b in tree(prices[value], how, needed).steps]
         forward, backward = self.body.forward, self.body.backward
-        late = {name for name in _late(self.body)}
 
         def outputs(function: Function, names: Mapping[str, str], phase: str) -> tuple[TensorPlacement, ...]:
             return tuple(
@@ -81,7 +80,8 @@ class BodyLayout:
         first = part(forward, taken[:count], {v.name: v.name for v in forward.inputs}, "out")
         if backward is None:
             return PlacedBody(self.body, self.axis.name, self.axis.degree, first, (), None)
-        names = {v.name: v.name + LATER if v.name in late else v.name for v in backward.inputs}
+        late = {v.name: v.name + LATER for v in backward.inputs}
+        names = {name: later if later in self.placements else name for name, later in late.items()}
         saved = tuple(given[name + LATER] for name in self.body.saved)
         second = part(backward, taken[count:], names, "back")
         return PlacedBody(self.body, self.axis.name, self.axis.degree, first, saved, second)
@@ -95,14 +95,6 @@ def _need(units: Sequence[Unit], chosen: Mapping[str, Option], unit: str, value:
     need = chosen[found.name].needs[found.reads.index(value)]
     assert need is not None  # only nodes ignore what they read
     return need
-
-
-def _late(body: Body) -> list[str]:
-    """The backward's formals that are not gradients: what is saved, fixed values and parameters."""
-    if body.backward is None:
-        return []
-    forward = {v.name for v in body.forward.inputs} | {n for node in body.forward.nodes for n in node.names()}
-    return [v.name for v in body.backward.inputs if v.name in forward or v.name in body.saved]
 
 
 class _Build:
