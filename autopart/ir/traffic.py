@@ -5,7 +5,10 @@ Used by the plan's predictions and by the runtime's counters, so the two can be 
 
 from __future__ import annotations
 
-COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
+"""Those that the runtime performs, and counts."""
+
+KNOWN = (*COLLECTIVES, "all_to_all")
 
 
 def sent_bytes(collective: str, payload: int, ranks: int) -> int:
@@ -16,7 +19,7 @@ def sent_bytes(collective: str, payload: int, ranks: int) -> int:
     average over the ranks of a pipelined chain; all-to-all, of which each rank holds the Nth part, (N-1)/N of that.
     Rounded down to whole bytes.
     """
-    if collective not in COLLECTIVES:
-        raise ValueError(f"unknown collective {collective!r}; one of {', '.join(COLLECTIVES)}")
+    if collective not in KNOWN:
+        raise ValueError(f"unknown collective {collective!r}; one of {', '.join(KNOWN)}")
     factor = 2 if collective == "all_reduce" else 1
     return factor * (ranks - 1) * payload // (ranks**2 if collective == "all_to_all" else ranks)
