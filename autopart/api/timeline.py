@@ -19,8 +19,8 @@ def simulate(program_or_plan: Program | Plan, cluster: Cluster | None = None) ->
     Of a Program, each stage's forward and backward are timed by the roofline of `solver.timing` on the `cluster` (by
     default CPUs), at the plan's largest microbatch, and an edge takes its bytes over a link. So are the halves of a
     backward that is in two. Of a Plan alone a forward is a third of the seconds that it predicts, as is each half of a
-    backward, and edges take no time. Raises ValueError for a cluster with
-    a Plan, which has the costs of one cluster only, or one with too few devices; TypeError for anything else.
+    backward, and edges take no time. Raises ValueError for a cluster with a Plan, which has the costs of one cluster
+    only, or one with too few devices; TypeError for anything else.
     """
     if isinstance(program_or_plan, Plan):
         return _of_plan(program_or_plan, cluster)
