@@ -1,4 +1,4 @@
-"""The README's blocks marked runnable do run: its Python as one script, each of its shell lines on its own."""
+"""The README's blocks marked runnable do run: its Python as one script, the lines of each shell block in order."""
 
 from __future__ import annotations
 
@@ -21,11 +21,6 @@ def runnable(language: str) -> list[str]:
     return [body for kind, body in BLOCK.findall((ROOT / "README.md").read_text()) if kind == language]
 
 
-def shell_lines() -> list[str]:
-    """The README's runnable commands."""
-    return [line for block in runnable("sh") for line in block.splitlines() if line.strip()]
-
-
 def run(command: list[str]) -> subprocess.CompletedProcess[str]:
     """Run a command at the root of the checkout, with this interpreter's scripts first in the path."""
     paths = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
@@ -34,7 +29,7 @@ def run(command: list[str]) -> subprocess.CompletedProcess[str]:
 
 def test_f107_python_blocks(tmp_path: Path) -> None:
     blocks = runnable("python")
-    assert len(blocks) == 3
+    assert len(blocks) == 5
     script = tmp_path / "readme.py"
     script.write_text("\n".join(blocks))
     done = run([sys.executable, str(script)])
@@ -42,13 +37,14 @@ def test_f107_python_blocks(tmp_path: Path) -> None:
     assert "def step(" in done.stdout
 
 
-@pytest.mark.parametrize("line", shell_lines())
-def test_f107_shell_lines(line: str) -> None:
-    command = shlex.split(line)
+@pytest.mark.parametrize("block", runnable("sh"))
+def test_f107_shell_lines(block: str) -> None:
+    """One line reads what another one wrote."""
     modules = {"python": [], "torchrun": ["-m", "torch.distributed.run"], "autopart": ["-m", "autopart.cli"]}
-    done = run([sys.executable, *modules[command[0]], *command[1:]])
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip()
+    for command in map(shlex.split, block.splitlines()):
+        done = run([sys.executable, *modules[command[0]], *command[1:]])
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.strip(), command
 
 
 @pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "docs/limits.md"])

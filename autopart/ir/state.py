@@ -8,7 +8,7 @@ padded to the longest one.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 
@@ -126,10 +126,6 @@ class State:
     def unit(self, name: str) -> Unit:
         """The unit of a name."""
         return next(unit for unit in self.units if unit.name == name)
-
-    def of_stage(self, stage: int) -> Iterator[Unit]:
-        """The units that a stage uses."""
-        return (unit for unit in self.units if stage in unit.stages)
 
     def homes(self) -> dict[str, Unit]:
         """The unit of every parameter that some segment uses, by the parameter's name."""

@@ -86,7 +86,7 @@ def read_name(text: object, families: Iterable[Family] = FAMILIES) -> tuple[Fami
         raise ValueError(
             f"schedule: {text!r} is not known{f', did you mean {near[0]!r}?' if near else ';'} one of "
             f"{', '.join(each.name for each in FAMILIES)}; a table of actions has a line a rank, such as "
-            "0F0,0F1,0B0,0B1"
+            "0F0,0F1,0B0,0B1, and autopart.schedules.auto finds one"
         )
     if unknown := _unknown(known[bare], written):
         raise ValueError(unknown)
