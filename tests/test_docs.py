@@ -37,6 +37,7 @@ def test_f107_python_blocks(tmp_path: Path) -> None:
     assert "def step(" in done.stdout
 
 
+@pytest.mark.timeout(500)
 @pytest.mark.parametrize("block", runnable("sh"))
 def test_f107_shell_lines(block: str) -> None:
     """One line reads what another one wrote."""

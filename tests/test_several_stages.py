@@ -283,6 +283,11 @@ def test_a_table_that_ends_backwards_early_is_refused_without_a_loss() -> None:
     layers = autopart.parallelize(nn.Sequential(*model.layers), mesh={"pp": 2}, schedule=V, capture="direct")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="begins backwards before all forwards are done"):
         layers(args[0])
+    layers = autopart.parallelize(
+        nn.Sequential(*model.layers), mesh={"pp": 2}, schedule="gis(group=6)", capture="direct"
+    )  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="schedule 'gis': group must be at most 2, the number of ranks, not 6"):
+        layers(args[0])
 
 
 def test_pinned_cuts_and_memory() -> None:
