@@ -92,11 +92,19 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Joint:
-    """The link between devices of two groups, by their places in the cluster, the lower first."""
+    """The link between devices of two groups, by their places in the cluster, the lower first.
+
+    ValueError names the field that is wrong.
+    """
 
     first: int
     second: int
     link: Link
+
+    def __post_init__(self) -> None:
+        _kind("Joint", "first", self.first, int)
+        _kind("Joint", "second", self.second, int)
+        _kind("Joint", "link", self.link, Link)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,14 +162,18 @@ class Cluster:
     @classmethod
     def preset(cls, name: str, *, nodes: int = 1, per_node: int = 1) -> Cluster:
         """A cluster of `nodes` nodes with `per_node` devices each; ValueError for a name that `PRESETS` lacks."""
-        if name not in PRESETS:
+        if not isinstance(name, str) or name not in PRESETS:
             raise ValueError(f"Cluster.preset: unknown device {name!r}; known are {', '.join(PRESETS)}")
         _whole("Cluster.preset", "nodes", nodes)
         _whole("Cluster.preset", "per_node", per_node)
         return cls((replace(PRESETS[name], nodes=nodes, per_node=per_node),), name=name)
 
     def joined(self, other: Cluster, link: Link) -> Cluster:
-        """This cluster and another one, whose devices come after, with `link` from each device to each of the other."""
+        """This cluster and another one, whose devices come after, with `link` from each device to each of the other.
+
+        ValueError for what is no Cluster or no Link.
+        """
+        _kind("Cluster.joined", "other", other, Cluster)
         here, there = len(self.groups), len(other.groups)
         moved = (replace(joint, first=joint.first + here, second=joint.second + here) for joint in other.joints)
         across = (Joint(i, here + k, link) for i in range(here) for k in range(there))

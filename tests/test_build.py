@@ -31,18 +31,25 @@ def test_forward_is_built_but_not_listed():
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"name": "1f2b"}, ValueError, "unknown name '1f2b'; the schedules are gpipe, 1f1b"),
-        ({"name": "1f2b(chunks=2)"}, ValueError, r"unknown name '1f2b\(chunks=2\)'; the schedules are gpipe, 1f1b"),
+        ({"name": "vzip"}, ValueError, "'vzip' is not known; one of gpipe, 1f1b"),
+        (
+            {"name": "1f2b(chunks=2)"},
+            ValueError,
+            r"'1f2b\(chunks=2\)' is not known, did you mean '1f1b'. one of gpipe, 1f1b",
+        ),
+        ({"name": 3}, TypeError, "schedule: expected a name such as '1f1b', not 3"),
+        ({"name": "bfs(chunks=2, chunks=3)"}, ValueError, "is not a name with options"),
         ({"name": "bfs(chunks)"}, ValueError, r"'bfs\(chunks\)' is not a name with options, such as"),
         ({"name": "bfs(chunks=2"}, ValueError, r"'bfs\(chunks=2' is not a name with options, such as"),
         ({"name": "bfs(chunks=p)"}, ValueError, r"'bfs\(chunks=p\)' is not a name with options, such as"),
-        ({"name": "bfs(waves=3)"}, TypeError, "schedule 'bfs' has no option 'waves'; its options are chunks"),
+        ({"name": "bfs(chunks=1.5)"}, ValueError, "schedule 'bfs': chunks must be a whole number, not 1.5"),
+        ({"name": "bfs(waves=3)"}, ValueError, "schedule: 'bfs' has no option 'waves'; its options are chunks"),
         ({"name": "bfs(chunks=3)", "chunks": 3}, TypeError, "has the option 'chunks' already"),
         ({"ranks": 0}, ValueError, "ranks must be at least 1, not 0"),
         ({"microbatches": -2}, ValueError, "microbatches must be at least 1, not -2"),
         ({"ranks": 2.0}, TypeError, "ranks must be a whole number, not 2.0"),
         ({"microbatches": True}, TypeError, "microbatches must be a whole number, not True"),
-        ({"chunks": 2}, TypeError, "schedule '1f1b' has no option 'chunks'; it has no options"),
+        ({"chunks": 2}, TypeError, "schedule: '1f1b' has no option 'chunks'; it has no options"),
     ],
 )
 def test_bad_arguments(arguments, error, message):

@@ -134,6 +134,10 @@ def test_bad_groups_name_the_field() -> None:
     for field, value in {"device": "h100-80", "nodes": 0, "per_node": 2.0, "inside": 5e9, "between": None}.items():
         with pytest.raises(ValueError, match=f"^Group: {field} must be"):
             replace(group, **{field: value})
+    with pytest.raises(ValueError, match=r"^Cluster.joined: other must be of Cluster, not 't4'"):
+        mixed().joined("t4", FAST)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"^Joint: link must be of Link, not 5"):
+        mixed().joined(mixed(), 5e9)  # type: ignore[arg-type]
     for groups in ((), [group], (BIG,)):
         with pytest.raises(ValueError, match=r"^Cluster: groups must be"):
             Cluster(groups)  # type: ignore[arg-type]

@@ -331,13 +331,13 @@ def test_f102_memory_is_that_of_each_stage_and_every_layer_is_placed_once(layers
 def preparing(rank: int, events: list[tuple[int, str]]) -> None:
     transport = current_transport()
     assert transport is not None
-    received = transport.recv
+    received = transport.begin_recv
 
-    def recv(*args: Any) -> Any:
+    def begin_recv(*args: Any) -> Any:
         events.append((rank, "input"))
         return received(*args)
 
-    transport.recv = recv  # type: ignore[method-assign]
+    transport.begin_recv = begin_recv  # type: ignore[method-assign]
     parallel(Layers(4).double(), mesh={"pp": 4}, microbatches=2)(torch.ones(4, 8).double()).backward()
 
 

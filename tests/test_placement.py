@@ -84,6 +84,11 @@ def test_axes_compose_once_each() -> None:
     assert both.on("tp") == Placement.tp().on("tp") and both.on("pp") == Modes()
     with pytest.raises(ValueError, match=r"dp is named twice .* cannot be sharded twice"):
         Placement.zero1().over(Placement.fsdp())
+    with pytest.raises(TypeError, match=r"^placement: expected a Placement .* inside zero1, not 'tp'"):
+        Placement.zero1().over("tp")  # type: ignore[arg-type]
+    for axes in ("fsdp", (("dp", "fsdp"),), (("dp",),)):
+        with pytest.raises(TypeError, match=r"^placement: expected a tuple of pairs .* Placement.preset\('fsdp'\)"):
+            Placement(axes)  # type: ignore[arg-type]
 
 
 def test_parameters_on_the_host_are_whole_nowhere() -> None:

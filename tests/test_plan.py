@@ -106,7 +106,7 @@ def test_files_round_trip(tmp_path: Path) -> None:
         (["plan", "stages", 1, "segments"], ["h.0"], "exactly one stage"),
         (["plan", "stages", 0, "code"], "import os", r"plan.stages\[0\]: unknown field code"),
         (["plan", "mesh", "axes"], [["pp", 2], ["dp", -2]], "plan.mesh: mesh: the size of 'dp'"),
-        (["plan", "mesh", "axes"], [["pp", 4]], "2 stages on a mesh of pp=4"),
+        (["plan", "mesh", "axes"], [["pp", 4]], r"stage 0 is on the ranks \(0, 1\); on a mesh of pp=4 a stage"),
         (["plan", "mesh", "axes"], [["pp", 2, 2]], "expected a list of 2 items, got 3"),
         (["plan", "recompute"], ["h.1", "h.3"], "recompute names 'h.3', but the segments are"),
         (["plan", "placements"], [], "last placement pattern"),
@@ -192,6 +192,3 @@ def test_first_matching_pattern_holds_for_what_is_inside() -> None:
     assert example().placement_of("h.0.mlp") == Placement.fsdp()
     with pytest.raises(ValueError, match="no pattern matches 'x'"):
         first_match(rules[:2], "x")
-    assert [example().stage_of(name) for name in ("embed", "head")] == [0, 1]
-    with pytest.raises(ValueError, match="no segment is named 'tail'"):
-        example().stage_of("tail")

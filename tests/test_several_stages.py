@@ -252,17 +252,22 @@ def test_a_checkpoint_goes_to_other_stages(tmp_path: Path) -> None:
 
 
 BAD = [
-    ({"schedule": "1f2b"}, ValueError, "schedule: '1f2b' is not known; one of gpipe, 1f1b, "),
-    ({"schedule": "bfs(waves=2)"}, TypeError, "schedule 'bfs' has no option 'waves'"),
+    ({"schedule": "1f2b"}, ValueError, "schedule: '1f2b' is not known, did you mean '1f1b'. one of gpipe, 1f1b, "),
+    ({"schedule": "bfs(waves=2)"}, ValueError, "schedule: 'bfs' has no option 'waves'; its options are chunks"),
     ({"schedule": 3}, TypeError, "schedule: expected a name such as '1f1b', a Schedule .* or a CSV of actions, not 3"),
     ({"schedule": V, "microbatches": 4}, ValueError, "microbatches: 4 contradict the schedule, which is for 3"),
     ({"schedule": V, "mesh": {"pp": 1}, "devices": 1}, ValueError, "schedule: it is for 2 pipeline ranks, .* pp=1"),
     ({"schedule": V.replace("3B0,", "")}, ValueError, "schedule 'custom': rank 0: 3B0 is missing"),
     ({"schedule": V.replace("3B0", "3X0")}, ValueError, "schedule: line 1, cell 4: not an action: '3X0'"),
-    ({"stages": 3}, ValueError, r"stages: 3 stages contradict the mesh of pp=2 \(pp=2\), on which the schedule has 4"),
+    (
+        {"stages": 3},
+        ValueError,
+        r"stages: 3 stages contradict the mesh of pp=2 \(pp=2\), on which the schedule has 4; pin 4",
+    ),
+    ({"stages": 4, "schedule": None}, ValueError, r"the schedule has 2; pin 2, .* such as 'interleaved\(chunks=2\)'"),
     ({"stages": 3, "mesh": None}, ValueError, "stages: interleaved on 2 devices has 2 or 4 stages, not 3"),
-    ({"schedule": "bfs(chunks=3)"}, ValueError, "mesh: 6 stages need 6 segments, but the model has 5"),
-    ({"schedule": "hanayo(waves=0)"}, ValueError, "waves"),
+    ({"schedule": "bfs(chunks=3)"}, ValueError, "schedule: 6 stages need 6 segments, .* has 5: .* fewer .* than bfs"),
+    ({"schedule": "hanayo(waves=0)"}, ValueError, "schedule 'hanayo': waves must be at least 1, not 0"),
 ]
 
 
@@ -277,6 +282,11 @@ def test_a_table_that_ends_backwards_early_is_refused_without_a_loss() -> None:
     model, args = sample("mlp")
     layers = autopart.parallelize(nn.Sequential(*model.layers), mesh={"pp": 2}, schedule=V, capture="direct")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="begins backwards before all forwards are done"):
+        layers(args[0])
+    layers = autopart.parallelize(
+        nn.Sequential(*model.layers), mesh={"pp": 2}, schedule="gis(group=6)", capture="direct"
+    )  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="schedule 'gis': group must be at most 2, the number of ranks, not 6"):
         layers(args[0])
 
 

@@ -235,6 +235,15 @@ def test_bad_arguments(options, message):
         simulate(build("1f1b", ranks=2, microbatches=2), **options)
 
 
+def test_wrong_types():
+    with pytest.raises(TypeError, match=r"schedule: expected a Schedule, .* not '1f1b'"):
+        simulate("1f1b")
+    with pytest.raises(TypeError, match=r"costs: expected a time of each kind .* not 3"):
+        simulate(build("1f1b", ranks=2, microbatches=2), 3)
+    with pytest.raises(TypeError, match=r"schedule: expected a CSV of actions .* not 3"):
+        read(3)
+
+
 def test_a_schedule_that_never_ends_is_refused():
     with pytest.raises(ValueError, match="the table never ends"):
         simulate(read("0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0"))

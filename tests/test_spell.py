@@ -55,7 +55,11 @@ def test_every_family_is_a_name(family: schedules.build.Family) -> None:  # type
 @pytest.mark.parametrize(
     ("given_", "error", "message"),
     [
-        ("1f2b", ValueError, "schedule: '1f2b' is not known; one of gpipe, 1f1b.* or a CSV of actions"),
+        (
+            "1f2b",
+            ValueError,
+            "schedule: '1f2b' is not known, did you mean '1f1b'. one of gpipe, 1f1b.* a table of actions has",
+        ),
         ("", ValueError, "schedule: '' is not known"),
         ("0F0,0B1", ValueError, "schedule 'custom': rank 0: 0B0 is missing"),
         ("0F0,0X0", ValueError, "line 1, cell 2: not an action: '0X0'"),

@@ -196,6 +196,15 @@ def test_fused_operators_are_in_i_and_products_with_activations_in_w() -> None:
     assert len(ops(halves_of(staged, "blocks.0").weight)) > len(second)
 
 
+def test_layers_of_a_first_stage_share_a_body_as_before() -> None:
+    """Its whole backward is W, so it does not matter that the last one's gradients come from another stage."""
+    captured = captured_of("mlp")
+    plan = plan_for(captured, {"pp": 2}, "zb-h1", 2, cuts=("layers.4",))
+    stages = (staged.stages[0] for staged in staged_by(captured, plan))
+    whole, halved = ([segment.body for segment in stage] for stage in stages)
+    assert len({*halved}) == len({*whole}) < len(whole)
+
+
 def test_what_both_halves_need_of_a_recomputed_forward_is_computed_once() -> None:
     captured = captured_of("gpt")
     staged = staged_by(captured, plan_for(captured, {"pp": 2}, "zb-h1", 2, again=("*",)))[1]

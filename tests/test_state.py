@@ -64,5 +64,4 @@ def test_state_finds_units() -> None:
     two = Unit("t", (Parameter("t", (2,), torch.float32),), True, modes, (0, 1))
     state = State((one, two), ())
     assert state.unit("t") is two and state.homes() == {"a.w": one, "a.b": one, "t": two}
-    assert list(state.of_stage(1)) == [two] and list(state.of_stage(0)) == [one, two]
     assert used_units(["t", "a.b", "a.w"], state.homes()) == (two, one)

@@ -58,6 +58,8 @@ def test_backwards_in_two_take_the_seconds_of_their_halves() -> None:
         return sum(span.end - span.start for span in spans)
 
     assert spent("zb-h1", "I", 0) == 0 and spent("zb-h1", "W", 0) == pytest.approx(spent("1f1b", "B", 0))
+    of_plan = [s for s in autopart.simulate(plans["zb-h1"]).spans if s.action.kind == "I"]
+    assert all((span.end > span.start) == (span.action.stage > 0) for span in of_plan)
     for stage in (1, 2, 3):
         halves = spent("zb-h1", "I", stage), spent("zb-h1", "W", stage)
         assert min(halves) > 0.3 * sum(halves) and sum(halves) == pytest.approx(spent("1f1b", "B", stage), rel=0.2)

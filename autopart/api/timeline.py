@@ -19,8 +19,8 @@ def simulate(program_or_plan: Program | Plan, cluster: Cluster | None = None) ->
     Of a Program, each stage's forward and backward are timed by the roofline of `solver.timing` on the `cluster` (by
     default CPUs), at the plan's largest microbatch, and an edge takes its bytes over a link. So are the halves of a
     backward that is in two. Of a Plan alone a forward is a third of the seconds that it predicts, as is each half of a
-    backward, and edges take no time. Raises ValueError for a cluster with
-    a Plan, which has the costs of one cluster only, or one with too few devices; TypeError for anything else.
+    backward (of the first stage's, W is all), and edges take no time. Raises ValueError for a cluster with a Plan,
+    which has the costs of one cluster only, or one with too few devices; TypeError for anything else.
     """
     if isinstance(program_or_plan, Plan):
         return _of_plan(program_or_plan, cluster)
@@ -47,6 +47,9 @@ def _of_plan(plan: Plan, cluster: Cluster | None) -> Timeline:
     if cluster is not None:
         raise ValueError("cluster: a plan has the seconds of the cluster that it was made for; simulate a program")
     seconds = plan.prediction.stage_seconds
-    share = {"F": _THIRD, "B": 2 * _THIRD, "I": _THIRD, "W": _THIRD}
+    inner = {"F": _THIRD, "B": 2 * _THIRD, "I": _THIRD, "W": _THIRD}
+    first = {**inner, "I": 0.0, "W": inner["B"]}
+    parts = [inner if stage else first for stage in range(len(seconds))]
     built = schedules.make(plan.schedule, ranks=plan.mesh.degree("pp"), microbatches=plan.microbatches)
-    return timeline(built, [{kind: part * each for kind, part in share.items()} for each in seconds])
+    shares = [{kind: each * part[kind] for kind in part} for each, part in zip(seconds, parts, strict=True)]
+    return timeline(built, shares)

@@ -155,11 +155,17 @@ def _place(node: Node) -> tuple[str, str, bool]:
 
 
 def _comment(node: Node, prefix: str) -> str:
-    path = node.module
-    if prefix and (path == prefix or path.startswith(prefix + ".")):
-        path = path[len(prefix) + 1 :]
-    parts = [part for part in (path, node.source) if part]
+    parts = [part for part in (_within(node.module, prefix), node.source) if part]
     return ("# " + " | ".join(parts))[: WIDTH - 4] if parts else ""
+
+
+def _within(path: str, prefix: str) -> str:
+    """A module's path after `prefix`, whatever its numbers: a shared body has the paths of the first of its layers."""
+    names, outer = path.split("."), prefix.split(".")
+    same = len(names) >= len(outer) and all(
+        here == there or (here.isdigit() and there.isdigit()) for here, there in zip(names, outer, strict=False)
+    )
+    return ".".join(names[len(outer) :]) if prefix and same else path
 
 
 def _last_uses(nodes: Sequence[Node], result: str) -> dict[str, int]:

@@ -188,7 +188,7 @@ def costs(
     """
     axes = _axes(placement, devices)
     made = _precision(precision)
-    if optimizer not in OPTIMIZERS:
+    if not isinstance(optimizer, str) or optimizer not in OPTIMIZERS:
         raise ValueError(f"optimizer: unknown {optimizer!r}; known are {', '.join(OPTIMIZERS)}")
     check_amount("parameters", parameters)
     check_amount("microbatches", microbatches, least=1, whole=True)
@@ -246,7 +246,7 @@ def _divided(size: Amount, degrees: Iterator[Amount]) -> Amount:
 
 def _buffers(axes: Axes, units: Mapping[str, Amount]) -> Mapping[str, Amount]:
     """What is whole for a time: a unit's parameters, and its gradients, which layers in parts have a part of only."""
-    fetched = any(modes.parameters in (Mode.GATHERED, Mode.OFFLOADED) for _, modes, _ in axes)
+    fetched = any(modes.gathered for _, modes, _ in axes)
     passed_on = any(
         modes.gradients is Mode.OFFLOADED or (modes.gradients is Mode.SHARDED and modes.parameters is not Mode.SHARDED)
         for _, modes, _ in axes
@@ -275,7 +275,7 @@ def _gathers(axes: Axes, held: Amount, uses: Amount) -> Iterator[Exchange]:
     """Parameters are brought together before each use."""
     if any(modes.parameters is Mode.OFFLOADED for _, modes, _ in axes):
         yield Exchange("from_host", HOST, "parameters", held, uses)
-    over = tuple(axis for axis in axes if axis[1].parameters in (Mode.GATHERED, Mode.OFFLOADED))
+    over = tuple(axis for axis in axes if axis[1].gathered)
     yield from _gather(over, "parameters", held, uses)
 
 
@@ -284,11 +284,11 @@ def _reductions(axes: Axes, size: Amount, microbatches: Amount) -> Iterator[Exch
     made = _divided(size, (n for _, modes, n in axes if modes.parameters is Mode.SHARDED))
     away = any(modes.gradients is Mode.OFFLOADED for _, modes, _ in axes)
     rest = [axis for axis in reversed(axes) if axis[1].parameters is not Mode.SHARDED]
-    at_once = [axis for axis in rest if axis[1].gradients in IN_PARTS]
+    at_once = [axis for axis in rest if axis[1].reduced_at_once]
     to_parts = [axis for axis in rest if axis not in at_once and axis[1].reduced_to_parts]
     for axis, modes, n in (*at_once, *to_parts):
         # What leaves for the host with every microbatch is reduced before that.
-        times = microbatches if away or modes.gradients in IN_PARTS else 1
+        times = microbatches if away or modes.reduced_at_once else 1
         if modes.inputs_differ:
             yield Exchange("reduce_scatter", axis, "gradients", made * (n - 1) / n, times)
         made = made / n
@@ -336,6 +336,6 @@ def _axes(placement: Placement, devices: Amount | Mapping[str, Amount]) -> Axes:
 def _precision(precision: str | Precision) -> Precision:
     if isinstance(precision, Precision):
         return precision
-    if precision not in PRECISIONS:
+    if not isinstance(precision, str) or precision not in PRECISIONS:
         raise ValueError(f"precision: unknown {precision!r}; known are {', '.join(PRECISIONS)}, or a Precision")
     return PRECISIONS[precision]

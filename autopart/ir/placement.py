@@ -64,9 +64,19 @@ class Modes:
         return self.activations not in (Mode.REPLICATED, Mode.GATHERED)
 
     @property
+    def gathered(self) -> bool:
+        """Whether parameters are brought together before each use, in every forward and every backward."""
+        return self.parameters in (Mode.GATHERED, Mode.OFFLOADED)
+
+    @property
+    def reduced_at_once(self) -> bool:
+        """Whether gradients are kept in parts, so that they are reduced as each microbatch makes them."""
+        return self.gradients in IN_PARTS
+
+    @property
     def reduced_to_parts(self) -> bool:
         """Whether each device needs only its part of the summed gradient: its consumer, the optimizer, has no more."""
-        return self.gradients in IN_PARTS or self.optimizer in IN_PARTS
+        return self.reduced_at_once or self.optimizer in IN_PARTS
 
     @property
     def regathered(self) -> bool:
@@ -125,12 +135,18 @@ class Placement:
     placement costs in memory and traffic is ``placement.costs(...)``; which of them `parallelize` can carry out today
     are those in `PRESETS`.
 
-    Raises ValueError, with the rule that is broken, for an axis named twice and modes that contradict each other.
+    Raises ValueError, with the rule that is broken, for an axis named twice and modes that contradict each other,
+    TypeError for what are no pairs of an axis and its `Modes`.
     """
 
     axes: tuple[tuple[str, Modes], ...]
 
     def __post_init__(self) -> None:
+        if not isinstance(self.axes, tuple) or not all(map(_is_axis, self.axes)):
+            raise TypeError(
+                f"placement: expected a tuple of pairs of an axis and its Modes, not {self.axes!r}; by name it is "
+                "Placement.preset('fsdp')"
+            )
         names = [name for name, _ in self.axes]
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(
@@ -153,8 +169,10 @@ class Placement:
     def over(self, inner: Placement) -> Placement:
         """This placement with `inner` nested inside: what `inner` leaves on a device is what this one sees as whole.
 
-        Raises ValueError where both speak of an axis.
+        Raises ValueError where both speak of an axis, TypeError for what is no Placement.
         """
+        if not isinstance(inner, Placement):
+            raise TypeError(f"placement: expected a Placement such as Placement.tp() inside {self}, not {inner!r}")
         return Placement((*self.axes, *inner.axes))
 
     def costs(
@@ -248,6 +266,10 @@ class Placement:
             if self == Placement.preset(name):
                 return name
         return ", ".join(f"{axis}:{modes}" for axis, modes in self.axes)
+
+
+def _is_axis(pair: object) -> bool:
+    return isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str) and isinstance(pair[1], Modes)
 
 
 PRESETS = ("ddp", "zero1", "zero2", "fsdp")

@@ -118,13 +118,6 @@ class Plan:
         """The module names at which stages begin, but for the first; the model segmented with them has the stages."""
         return tuple(stage.segments[0].split("@")[0] for stage in self.stages[1:])
 
-    def stage_of(self, segment: str) -> int:
-        """The stage that holds a segment; ValueError for an unknown name."""
-        for number, stage in enumerate(self.stages):
-            if segment in stage.segments:
-                return number
-        raise ValueError(f"plan: no segment is named {segment!r}")
-
     def placement_of(self, name: str) -> Placement:
         """The placement of a parameter or module by its dotted name: that of the first match (`first_match`)."""
         return first_match(self.placements, name)

@@ -8,13 +8,13 @@ padded to the longest one.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 
 import torch
 
-from autopart.ir.placement import Mode, Modes
+from autopart.ir.placement import Modes
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,16 +101,15 @@ class Unit:
 
     def gathered(self, parts: int) -> bool:
         """Whether the parameters are gathered before each use and dropped after it (FSDP)."""
-        return parts > 1 and self.modes.parameters is Mode.GATHERED
+        return parts > 1 and self.modes.gathered
 
     def updated_in_parts(self, parts: int) -> bool:
         """Whether each rank keeps whole parameters but updates only its part (ZeRO-1 and 2)."""
-        sharded = self.modes.optimizer is Mode.SHARDED and self.modes.parameters is Mode.REPLICATED
-        return parts > 1 and self.trainable and sharded
+        return parts > 1 and self.trainable and self.modes.regathered
 
     def reduced_at_once(self, parts: int) -> bool:
         """Whether gradients are reduced to parts as each microbatch makes them (ZeRO-2, FSDP)."""
-        return parts > 1 and self.trainable and self.modes.gradients is Mode.SHARDED
+        return parts > 1 and self.trainable and self.modes.reduced_at_once
 
     def held_in_parts(self, parts: int) -> bool:
         """Whether the user's parameter (and so the optimizer's state) is a part on each rank."""
@@ -127,10 +126,6 @@ class State:
     def unit(self, name: str) -> Unit:
         """The unit of a name."""
         return next(unit for unit in self.units if unit.name == name)
-
-    def of_stage(self, stage: int) -> Iterator[Unit]:
-        """The units that a stage uses."""
-        return (unit for unit in self.units if stage in unit.stages)
 
     def homes(self) -> dict[str, Unit]:
         """The unit of every parameter that some segment uses, by the parameter's name."""

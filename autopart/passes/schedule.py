@@ -46,7 +46,11 @@ def check_deferred(schedule: str | Schedule | None) -> None:
     if schedule is None:
         return
     text = schedules.spell(schedule)
-    _check_deferred(schedules.read(text) if is_table(text) else schedules.make(text, ranks=4, microbatches=8))
+    try:
+        made = schedules.read(text) if is_table(text) else schedules.make(text, ranks=4, microbatches=8)
+    except ValueError:  # it is for other numbers, which are known once there is a plan
+        return
+    _check_deferred(made)
 
 
 def _check_deferred(built: Schedule) -> None:

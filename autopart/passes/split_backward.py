@@ -61,7 +61,7 @@ def halves(body: Body, segment: Segment, *, samples: int) -> Halves | None:
     if body.backward is None or body.halves is not None:
         return body.halves
     wanted = body.backward.outputs[: len(segment.backward_outputs)]
-    return _halved(body, segment, _Wish(wanted, (), (), (), idle=not wanted), samples).halves
+    return _halved(body, segment, _Wish(wanted, (), (), (), idle=False) if wanted else IDLE, samples).halves
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +80,10 @@ class _Wish:
     idle: bool
 
 
+IDLE = _Wish((), (), (), (), idle=True)
+"""Where I does nothing, W is the whole backward, whatever comes in and goes out: one body for all such segments."""
+
+
 def _wishes(staged: Staged, stage: int) -> list[_Wish | None]:
     """What each segment of a stage is asked for, None where it has no backward."""
     segmented, row = staged.segmented, staged.stages[stage]
@@ -92,6 +96,9 @@ def _wishes(staged: Staged, stage: int) -> list[_Wish | None]:
         if function is None:
             wishes.append(None)
             continue
+        if made.isdisjoint(demanded):
+            wishes.append(IDLE)
+            continue
         results = tuple(zip(function.outputs, segment.backward_outputs, strict=False))
         incoming = tuple(zip(function.inputs, segment.backward_inputs, strict=False))
         wishes.append(
@@ -100,7 +107,7 @@ def _wishes(staged: Staged, stage: int) -> list[_Wish | None]:
                 others=tuple(local for local, name in results if name not in demanded),
                 late=tuple(value.name for value, name in incoming if name in made and name not in demanded),
                 free=tuple(value.name for value, name in incoming if name in tangents),
-                idle=made.isdisjoint(demanded),
+                idle=False,
             )
         )
     return wishes

@@ -15,12 +15,12 @@ def bitpipe(ranks: int, microbatches: int) -> Schedule:
     """Units of p microbatches, of which each pipe takes half; the next unit's forwards fill the gaps of one's end."""
     if ranks % 2:
         raise ValueError(
-            f"schedule 'bitpipe': {ranks} ranks; it takes an even number of them, such as {ranks + 1}, since the two "
+            f"{ranks} ranks; it takes an even number of them, such as {ranks + 1}, since the two "
             "copies of the model meet in the middle"
         )
     if microbatches % ranks:
         raise ValueError(
-            f"schedule 'bitpipe': {microbatches} microbatches on {ranks} ranks; it takes a multiple of the ranks, such "
+            f"{microbatches} microbatches on {ranks} ranks; it takes a multiple of the ranks, such "
             f"as {microbatches + -microbatches % ranks}"
         )
     down, up = tuple(range(ranks)), tuple(reversed(range(ranks)))

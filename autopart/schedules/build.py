@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import ast
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from difflib import get_close_matches
 
 from autopart.ir.action import Schedule
 from autopart.schedules import (
@@ -47,27 +48,62 @@ def build(name: str, *, ranks: int, microbatches: int, **options: object) -> Sch
 
     `name` is one of `names()`, or ``"forward"`` for a program without a backward; it may carry options, as in
     ``"interleaved(chunks=3)"``. The name of the schedule carries those that are not the defaults: it is a text from
-    which the same schedule can be built. Raises ValueError for an unknown name, a count below 1 or one that the family
-    cannot take, TypeError for a count that is no whole number or an option that the family does not have.
+    which the same schedule can be built. Raises ValueError for a name that there is not or whose options the family
+    does not have, a count below 1 or one that the family cannot take; TypeError for a name that is no text, a count
+    that is no whole number or a keyword that is no option of the family.
     """
-    bare, written = _read(name)
-    family = {each.name: each for each in (*FAMILIES, flush.FORWARD)}.get(bare)
-    if family is None:
-        raise ValueError(
-            f"schedule: unknown name {name!r}; the schedules are {', '.join(each.name for each in FAMILIES)}"
-        )
+    family, written = read_name(name, (*FAMILIES, flush.FORWARD))
     check_count("ranks", ranks)
     check_count("microbatches", microbatches)
-    known = dict(list(inspect.signature(family.make).parameters.items())[2:])
-    for option in (*written, *options):
-        if option not in known:
-            takes = f"its options are {', '.join(known)}" if known else "it has no options"
-            raise TypeError(f"schedule {bare!r} has no option {option!r}; {takes}")
-        if option in written and option in options:
-            raise TypeError(f"schedule {name!r} has the option {option!r} already")
-    chosen = {key: value for key, value in {**written, **options}.items() if value != known[key].default}
-    made = family.make(ranks, microbatches, **chosen)
-    return replace(made, name=_recipe(bare, {key: chosen[key] for key in known if key in chosen}))
+    if twice := [option for option in options if option in written]:
+        raise TypeError(f"schedule: {name!r} has the option {twice[0]!r} already")
+    if unknown := _unknown(family, options):
+        raise TypeError(unknown)
+    given = {**written, **options}
+    chosen = {
+        key: given[key] for key, option in _options(family).items() if given.get(key, option.default) != option.default
+    }
+    try:
+        made = family.make(ranks, microbatches, **chosen)
+    except (TypeError, ValueError) as error:
+        kind = ValueError if written else type(error)  # what a text says is a value, not a type
+        raise kind(f"schedule {family.name!r}: {error}") from None
+    return replace(made, name=_recipe(family.name, chosen))
+
+
+def read_name(text: object, families: Iterable[Family] = FAMILIES) -> tuple[Family, dict[str, object]]:
+    """The one of `families` that a schedule's name denotes, and the options that it carries.
+
+    Raises ValueError for a name that there is not or an option that its family does not have, TypeError for what is no
+    text.
+    """
+    if not isinstance(text, str):
+        raise TypeError(f"schedule: expected a name such as '1f1b', not {text!r}")
+    bare, written = _read(text)
+    known = {each.name: each for each in families}
+    if bare not in known:
+        near = get_close_matches(bare.lower(), known, n=1)
+        raise ValueError(
+            f"schedule: {text!r} is not known{f', did you mean {near[0]!r}?' if near else ';'} one of "
+            f"{', '.join(each.name for each in FAMILIES)}; a table of actions has a line a rank, such as "
+            "0F0,0F1,0B0,0B1, and autopart.schedules.auto finds one"
+        )
+    if unknown := _unknown(known[bare], written):
+        raise ValueError(unknown)
+    return known[bare], written
+
+
+def _options(family: Family) -> Mapping[str, inspect.Parameter]:
+    return dict(list(inspect.signature(family.make).parameters.items())[2:])
+
+
+def _unknown(family: Family, options: Iterable[str]) -> str:
+    """What to say of the first of some options that the family does not have."""
+    known = _options(family)
+    takes = f"its options are {', '.join(known)}" if known else "it has no options"
+    return next(
+        (f"schedule: {family.name!r} has no option {each!r}; {takes}" for each in options if each not in known), ""
+    )
 
 
 def _recipe(name: str, options: Mapping[str, object]) -> str:
@@ -83,6 +119,8 @@ def _read(text: str) -> tuple[str, dict[str, object]]:
     try:
         call = ast.parse(f"f({inside}", mode="eval").body
         assert isinstance(call, ast.Call) and not call.args
-        return name.strip(), {str(each.arg): ast.literal_eval(each.value) for each in call.keywords}
+        options = {str(each.arg): ast.literal_eval(each.value) for each in call.keywords}
+        assert len(options) == len(call.keywords)
+        return name.strip(), options
     except (SyntaxError, ValueError, AssertionError):
         raise ValueError(f"schedule: {text!r} is not a name with options, such as 'interleaved(chunks=3)'") from None

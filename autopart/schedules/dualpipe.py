@@ -15,10 +15,7 @@ from autopart.schedules.family import Family
 def dualpipev(ranks: int, microbatches: int) -> Schedule:
     """Two stages a rank along a V, numbered r and 2p-1-r: what goes down the V pairs with what comes back."""
     if microbatches < 2 * ranks:
-        raise ValueError(
-            f"schedule 'dualpipev': {microbatches} microbatches are too few for {ranks} ranks; "
-            f"it takes at least {2 * ranks}"
-        )
+        raise ValueError(f"{microbatches} microbatches are too few for {ranks} ranks; it takes at least {2 * ranks}")
     place = (*range(ranks), *reversed(range(ranks)))
     table = tuple(
         _Row((Action(Kind.F, rank, 0), Action(Kind.F, 2 * ranks - 1 - rank, 0))).fill(rank, ranks, microbatches)
@@ -34,13 +31,13 @@ def dualpipe(ranks: int, microbatches: int) -> Schedule:
     """
     if ranks % 2:
         raise ValueError(
-            f"schedule 'dualpipe': {ranks} ranks; it takes an even number of them, such as {ranks + 1}, since the two "
+            f"{ranks} ranks; it takes an even number of them, such as {ranks + 1}, since the two "
             "copies of the model meet in the middle"
         )
     if microbatches < 2 * ranks or microbatches % 2:
         least = max(2 * ranks, microbatches + microbatches % 2)
         raise ValueError(
-            f"schedule 'dualpipe': {microbatches} microbatches on {ranks} ranks; it takes an even number of at least "
+            f"{microbatches} microbatches on {ranks} ranks; it takes an even number of at least "
             f"{2 * ranks}, such as {least}"
         )
     half = microbatches // 2

@@ -26,8 +26,11 @@ def prices(schedule: Schedule, costs: Mapping[str, Cost]) -> Price:
     a sequence or mapping has the time of each stage itself. Either is of a whole microbatch, which its slices divide
     equally (an OPT belongs to none). A function is asked for the time of the very action. Where not given, B takes what
     I and W do, a PAIR what its members do, S, T and OPT nothing; S without T is the time of both, half of it each.
-    Raises ValueError for costs that are unknown, missing, negative or not one a stage.
+    Raises ValueError for costs that are unknown, missing, negative or not one a stage, TypeError for what is no
+    mapping.
     """
+    if not isinstance(costs, Mapping):
+        raise TypeError(f"costs: expected a time of each kind such as {{'F': 1, 'I': 1, 'W': 1}}, not {costs!r}")
     unknown = sorted(set(costs) - set(KINDS))
     if unknown:
         raise ValueError(f"costs: unknown kind {unknown[0]!r}; the kinds are {', '.join(KINDS)}")

@@ -79,8 +79,13 @@ def simulate(
     stage. `comm` is the latency of an edge between two ranks, or a `Link` with a transfer time too, of all edges or of
     each; it occupies no rank. `iterations` runs the table several times back to back: with the optimizer boundary
     ``"barrier"`` no rank steps before all have ended, with ``"per-rank"`` each goes on alone (by default as the
-    schedule says). Raises ValueError for bad costs and for a schedule that never ends.
+    schedule says). Raises ValueError for bad costs and for a schedule that never ends, TypeError for what is no
+    Schedule.
     """
+    if not isinstance(schedule, Schedule):
+        raise TypeError(
+            f"schedule: expected a Schedule, which autopart.schedules.build or read makes, not {schedule!r}"
+        )
     boundary = Boundary(schedule.optimizer if optimizer is None else optimizer)
     if iterations < 1:
         raise ValueError(f"iterations must be at least 1, not {iterations}")
@@ -88,12 +93,13 @@ def simulate(
         raise ValueError(
             f"iterations: schedule {schedule.name!r} steps inside its table; build it with more microbatches instead"
         )
+    price = prices(schedule, costs)
     whole = _repeated(schedule, iterations)
     rows: Rows = whole.table
     needs = dependencies(whole)
     if schedule.weights is Weights.SYNC and (iterations > 1 or Kind.OPT in costs):
         rows, needs = _stepped(schedule, whole, needs, iterations, boundary)
-    intervals = run_time(rows, needs, cost=prices(schedule, costs), link=links(schedule, comm))
+    intervals = run_time(rows, needs, cost=price, link=links(schedule, comm))
     if any(not times or len(times) < len(row) for row, times in zip(rows, intervals, strict=True)):
         validate(schedule)  # says what is wrong with it
     return _timeline(schedule, rows, intervals, iterations)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from autopart.ir.action import Action, Schedule
-from autopart.schedules.build import build, names
+from autopart.schedules.build import build, read_name
 from autopart.schedules.text import read
 from autopart.schedules.validate import validate
 
@@ -12,7 +12,8 @@ def spell(schedule: str | Schedule) -> str:
     """The text of a schedule as a caller gives it: a name, with options if any, a Schedule, or a CSV of actions.
 
     A Schedule that `build` makes from its name becomes that name, any other one its table. Raises ValueError for an
-    unknown name, and for a table that `validate` refuses; TypeError for what is neither text nor a Schedule.
+    unknown name or an option that its family does not have, and for a table that `validate` refuses; TypeError for what
+    is neither text nor a Schedule.
     """
     if isinstance(schedule, Schedule):
         validate(schedule)
@@ -26,12 +27,7 @@ def spell(schedule: str | Schedule) -> str:
         table = read(schedule)
         validate(table)
         return str(table)
-    known = [family.name for family in names()]
-    if schedule.partition("(")[0].strip() not in known:
-        raise ValueError(
-            f"schedule: {schedule!r} is not known; one of {', '.join(known)}, or a CSV of actions, a line a rank such "
-            "as 0F0,0F1,0B0,0B1"
-        )
+    read_name(schedule)
     return schedule.strip()
 
 

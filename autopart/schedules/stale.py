@@ -26,7 +26,7 @@ def double_buffered(ranks: int, microbatches: int, accumulate: int | None = None
     check_count("accumulate", batch)
     if batch < ranks:
         raise ValueError(
-            f"schedule '2bw': {batch} microbatches a batch on {ranks} ranks; it takes at least {ranks}, or a batch "
+            f"{batch} microbatches a batch on {ranks} ranks; it takes at least {ranks}, or a batch "
             "would meet more than two versions"
         )
     return _schedule("2bw", microbatches, Weights.DOUBLE, batch, [ranks - 1 - rank for rank in range(ranks)])
@@ -87,7 +87,7 @@ def _schedule(name: str, microbatches: int, weights: Weights, batch: int, warmup
     """Rows of forwards `warmups` ahead of the backwards, with an OPT after each whole batch."""
     if microbatches % batch:
         raise ValueError(
-            f"schedule {name!r}: {microbatches} microbatches; it takes a multiple of {batch}, the microbatches of one "
+            f"{microbatches} microbatches; it takes a multiple of {batch}, the microbatches of one "
             f"step, such as {microbatches + -microbatches % batch}"
         )
     place = tuple(range(len(warmups)))

@@ -20,7 +20,7 @@ FORWARD, BACKWARD = 1, 2
 def vocab(ranks: int, microbatches: int, barriers: int = 1) -> Schedule:
     """1F1B that warms up with one forward more a barrier; between a forward and a backward each row does an S."""
     if barriers not in (1, 2):
-        raise ValueError(f"schedule 'vocab': barriers must be 1 or 2, not {barriers!r}")
+        raise ValueError(f"barriers must be 1 or 2, not {barriers!r}")
     rows = [
         tuple(_row(rank, ranks, microbatches, barriers, early, turn))
         for rank, (early, turn) in enumerate(_turns(ranks))

@@ -116,22 +116,19 @@ class MemoryModel:
         if self.degree == 1:
             return 0
         modes, segment = self.modes[i], self.segments[i]
-        gathered = segment.parameter_bytes if modes.parameters is Mode.GATHERED else 0
-        return gathered + (segment.trainable_bytes if modes.gradients is Mode.SHARDED else 0)
+        gathered = segment.parameter_bytes if modes.gathered else 0
+        return gathered + (segment.trainable_bytes if modes.reduced_at_once else 0)
 
 
 def exchanges(segment: SegmentNumbers, modes: Modes, microbatches: int) -> Iterator[tuple[str, int, int]]:
-    """The collectives of one segment on the data axis in a step: (collective, payload bytes, times).
+    """The collectives of one segment on the data axis in a step: (collective, payload bytes, times), as `Modes` says.
 
-    Gradients are reduced only to the mode that their consumer needs, a sharded optimizer's included; sharded gradients
-    once a microbatch. A sharded optimizer under whole parameters gathers them after the step; parameters that are
-    gathered at use are so in the forward and in the backward of every microbatch.
+    Payloads as in `ir.traffic`; a segment's frozen parameters are gathered, but have no gradients.
     """
-    whole = modes.optimizer is Mode.REPLICATED and modes.gradients is Mode.REPLICATED
-    times = microbatches if modes.gradients is Mode.SHARDED else 1
+    times = microbatches if modes.reduced_at_once else 1
     if segment.trainable_bytes:
-        yield "all_reduce" if whole else "reduce_scatter", segment.trainable_bytes, times
-        if modes.optimizer is Mode.SHARDED and modes.parameters is Mode.REPLICATED:
+        yield "reduce_scatter" if modes.reduced_to_parts else "all_reduce", segment.trainable_bytes, times
+        if modes.regathered:
             yield "all_gather", segment.trainable_bytes, 1
-    if segment.parameter_bytes and modes.parameters is Mode.GATHERED:
+    if segment.parameter_bytes and modes.gathered:
         yield "all_gather", segment.parameter_bytes, 2 * microbatches

@@ -300,15 +300,18 @@ def _check_stages(request: Request, stages: int) -> None:
     """Refuse a number of stages that contradicts the `stages` pin, or for which there are too few segments."""
     segments, wanted, mesh = len(request.costs), request.stages, request.mesh
     if mesh is not None and wanted is not None and (wanted > stages if request.starts else wanted != stages):
-        several = f", on which the schedule has {stages}" if stages != mesh.degree("pp") else ""
+        ranks = mesh.degree("pp")
+        begun = f"{[request.names[i] for i in request.starts]} make " if request.starts else ""
+        chunks, over = divmod(wanted, ranks)
+        several = "" if over or chunks < 2 else f", or a schedule such as 'interleaved(chunks={chunks})'"
         raise ValueError(
-            f"stages: {list(request.names[i] for i in request.starts)} make {wanted} stages, more than "
-            f"pp={mesh.degree('pp')} of the mesh{several}"
-            if request.starts
-            else f"stages: {wanted} stages contradict the mesh of {mesh} (pp={mesh.degree('pp')}){several}"
+            f"stages: {begun}{wanted} stages contradict the mesh of {mesh} (pp={ranks}), on which the schedule has "
+            f"{stages}; pin {stages}, or another mesh{several}"
         )
     if stages > segments:
+        chunked = mesh is not None and stages > mesh.degree("pp")
         raise ValueError(
-            f"{'mesh' if mesh else 'stages'}: {stages} stages need {stages} segments, but the model has"
-            f" {segments}: {', '.join(request.names)}"
+            f"{'schedule' if chunked else 'mesh' if mesh else 'stages'}: {stages} stages need {stages} segments, but "
+            f"the model has {segments}: {', '.join(request.names)}; have fewer pipeline ranks"
+            + (f", or fewer stages on each than {plan_text.schedule(request.schedule)}" if chunked else "")
         )
