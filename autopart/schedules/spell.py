@@ -7,12 +7,16 @@ from autopart.schedules.build import build, names
 from autopart.schedules.text import read
 from autopart.schedules.validate import validate
 
+AUTO = "auto"
+"""What a caller writes to have the schedule searched for. A plan holds the schedule that was found."""
+
 
 def spell(schedule: str | Schedule) -> str:
     """The text of a schedule as a caller gives it: a name, with options if any, a Schedule, or a CSV of actions.
 
-    A Schedule that `build` makes from its name becomes that name, any other one its table. Raises ValueError for an
-    unknown name, and for a table that `validate` refuses; TypeError for what is neither text nor a Schedule.
+    `AUTO` stays as it is. A Schedule that `build` makes from its name becomes that name, any other one its table.
+    Raises ValueError for an unknown name, and for a table that `validate` refuses; TypeError for what is neither text
+    nor a Schedule.
     """
     if isinstance(schedule, Schedule):
         validate(schedule)
@@ -27,10 +31,10 @@ def spell(schedule: str | Schedule) -> str:
         validate(table)
         return str(table)
     known = [family.name for family in names()]
-    if schedule.partition("(")[0].strip() not in known:
+    if schedule.partition("(")[0].strip() not in known and schedule != AUTO:
         raise ValueError(
-            f"schedule: {schedule!r} is not known; one of {', '.join(known)}, or a CSV of actions, a line a rank such "
-            "as 0F0,0F1,0B0,0B1"
+            f"schedule: {schedule!r} is not known; one of {', '.join(known)}, {AUTO!r} for the best of them, "
+            "or a CSV of actions, a line a rank such as 0F0,0F1,0B0,0B1"
         )
     return schedule.strip()
 
