@@ -27,7 +27,8 @@ Target = Annotated[
 Mesh = Annotated[str | None, typer.Option(help="sizes of the mesh axes, such as pp=2,dp=2; default: chosen")]
 Placement = Annotated[str | None, typer.Option(help="ddp, zero1, zero2 or fsdp; default: chosen")]
 Schedule = Annotated[
-    str | None, typer.Option(help="a pipeline schedule, such as 1f1b or 'interleaved(chunks=3)'; default: chosen")
+    str | None,
+    typer.Option(help="a pipeline schedule, such as 1f1b or 'interleaved(chunks=3)', or auto to search; default: 1f1b"),
 ]
 Microbatches = Annotated[int | None, typer.Option(help="how many; default: chosen")]
 Memory = Annotated[str | None, typer.Option(help="the limit per device, such as 16GiB")]

@@ -40,6 +40,7 @@ from autopart.passes.slices import least_samples
 from autopart.passes.split import split
 from autopart.passes.split_backward import split_backward
 from autopart.passes.verify import verify
+from autopart.schedules.spell import AUTO
 from autopart.solver.choose import choose
 from autopart.solver.refine import reason, refine
 from autopart.solver.request import Pins
@@ -91,14 +92,23 @@ def planned(captured: Captured, *, batch: int | None = None, inputs: str = "glob
     if not cuts:
         return whole
     finer = solve(segment(captured, cuts=cuts), batch=batch, inputs=inputs, **kept)
-    where_from = whole.notes[:3]  # mesh, placement and microbatches were chosen for the whole segments
+    # Mesh, placement and microbatches, and a schedule that was searched for, were chosen for the whole segments.
+    where_from = whole.notes[: 4 if pins.get("schedule") == AUTO else 3]
     return replace(finer, notes=(*where_from, *finer.notes[3:], reason(whole, finer)))
 
 
 def _chosen(segmented: Segmented, batch: int, pins: Pins) -> Plan:
     again = costs(recompute(segmented, [segment.name for segment in segmented.segments]))
     plain = costs(recompute(segmented))
-    return choose(plain, recomputed=again, batch=batch, fingerprint=fingerprint(segmented.captured), **pins)
+    captured = segmented.captured
+    return choose(
+        plain,
+        recomputed=again,
+        batch=batch,
+        forwards_first=captured.deferred,
+        fingerprint=fingerprint(captured),
+        **pins,
+    )
 
 
 def predicted(segmented: Segmented, plan: Plan) -> Plan:

@@ -197,16 +197,16 @@ def parallelize(
     With `inputs` "global" every rank passes the whole batch; with "local" each data rank its own samples, as a
     distributed sampler gives them, and ranks of the same data rank the same: the loss is that of all of them, in data-
     rank order. `schedule` is a name, with options such as ``"interleaved(chunks=3)"``, a Schedule, or a CSV of actions,
-    a line a pipeline rank; it says how many of the `stages` a rank holds. `memory` is the limit per device, such as
-    ``"16GiB"``. `recompute` says what the backward computes again instead of keeping it: modules by name, or True for
-    all; by default everything if nothing fits otherwise, False for never. What the model puts into
-    ``torch.utils.checkpoint`` is recomputed in any case. `semantics` is "exact" (the whole batch on one device; what
-    couples its samples is refused) or "accumulate" (a BatchNorm, say, sees a microbatch of one data rank, as in
-    gradient accumulation). ``outputs="all"`` gives every rank the outputs beside the loss, whole (with inputs "local"
-    those of its own samples); otherwise they are None where not made. `weights` is a safetensors file, or a folder of
-    them, from which parameters on meta are read, each rank its part, at the first call; without it a class whose
-    constructor ran under ``torch.device("meta")`` gets the initial values of a plain build with the same seed.
-    `capture` is "compile" (through torch.compile) or "direct".
+    a line a pipeline rank; it says how many of the `stages` a rank holds. "auto" is the one that is predicted to be
+    fastest of those that fit. `memory` is the limit per device, such as ``"16GiB"``. `recompute` says what the backward
+    computes again instead of keeping it: modules by name, or True for all; by default everything if nothing fits
+    otherwise, False for never. What the model puts into ``torch.utils.checkpoint`` is recomputed in any case.
+    `semantics` is "exact" (the whole batch on one device; what couples its samples is refused) or "accumulate" (a
+    BatchNorm, say, sees a microbatch of one data rank, as in gradient accumulation). ``outputs="all"`` gives every rank
+    the outputs beside the loss, whole (with inputs "local" those of its own samples); otherwise they are None where not
+    made. `weights` is a safetensors file, or a folder of them, from which parameters on meta are read, each rank its
+    part, at the first call; without it a class whose constructor ran under ``torch.device("meta")`` gets the initial
+    values of a plain build with the same seed. `capture` is "compile" (through torch.compile) or "direct".
 
     Raises TypeError or ValueError for bad arguments at once; CaptureError or PlanInfeasible at the first call.
     """

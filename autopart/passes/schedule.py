@@ -16,7 +16,7 @@ from autopart.ir.plan import Plan
 from autopart.ir.staged import Staged
 from autopart.ir.state import Unit, used_units
 from autopart.schedules import placed
-from autopart.schedules.spell import is_table
+from autopart.schedules.spell import AUTO, is_table
 
 
 def schedule(staged: Staged, plan: Plan) -> Scheduled:
@@ -46,6 +46,8 @@ def check_deferred(schedule: str | Schedule | None) -> None:
     if schedule is None:
         return
     text = schedules.spell(schedule)
+    if text == AUTO:  # the solver looks only at schedules that such a step can follow
+        return
     try:
         made = schedules.read(text) if is_table(text) else schedules.make(text, ranks=4, microbatches=8)
     except ValueError:  # it is for other numbers, which are known once there is a plan

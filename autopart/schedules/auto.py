@@ -9,6 +9,7 @@ from time import perf_counter
 
 from autopart.ir.action import Boundary, Kind, Schedule
 from autopart.schedules.bound import lower_bound
+from autopart.schedules.family import check_count
 from autopart.schedules.improve import improve, tune
 from autopart.schedules.portfolio import families, filled, fused, orders
 from autopart.schedules.problem import Problem, problems
@@ -17,7 +18,7 @@ from autopart.schedules.rows import Row
 from autopart.schedules.simulate import Timeline, simulate
 
 EFFORT = 400_000
-"""About how many actions a search runs in its portfolio and, after it, in its local search."""
+"""About how many actions a search runs in its portfolio and, after it, in its local search, unless told otherwise."""
 
 STARTS = 5
 """From how many orders local search sets out."""
@@ -65,6 +66,7 @@ def auto(
     optimizer: str = "barrier",
     prove: bool = False,
     seconds: float = 60.0,
+    effort: int = EFFORT,
 ) -> Found:
     """The best schedule found for these costs: published families and their neighbours, then local search.
 
@@ -73,10 +75,12 @@ def auto(
     better. `comm` is the latency between ranks, `limit` the most microbatches on a rank-share that a rank may hold
     (default: any number). `optimizer` says what is to be short: with ``"barrier"`` the time until all ranks are done,
     with ``"per-rank"`` (each steps alone) the longest time of a rank. With `prove`, z3 looks for a shorter schedule
-    until there is none, for at most `seconds` in all. Raises TypeError or ValueError that names a bad argument.
+    until there is none, for at most `seconds` in all. `effort` is about how many actions are run, which says how long
+    the search takes: the same answer every time. Raises TypeError or ValueError that names a bad argument.
     """
+    check_count("effort", effort)
     asked = problems(ranks, microbatches, costs, comm, limit, optimizer)
-    best = min((_search(problem, EFFORT // len(asked)) for problem in asked), key=lambda each: each.length)
+    best = min((_search(problem, effort // len(asked)) for problem in asked), key=lambda each: each.length)
     bound = min(lower_bound(problem) for problem in asked)
     certificate = _certificate(best, bound)
     if prove and best.length > bound * (1 + CLOSE):

@@ -7,13 +7,16 @@ from autopart.schedules.build import build, read_name
 from autopart.schedules.text import read
 from autopart.schedules.validate import validate
 
+AUTO = "auto"
+"""What a caller writes to have the schedule searched for. A plan holds the schedule that was found."""
+
 
 def spell(schedule: str | Schedule) -> str:
     """The text of a schedule as a caller gives it: a name, with options if any, a Schedule, or a CSV of actions.
 
-    A Schedule that `build` makes from its name becomes that name, any other one its table. Raises ValueError for an
-    unknown name or an option that its family does not have, and for a table that `validate` refuses; TypeError for what
-    is neither text nor a Schedule.
+    `AUTO` stays as it is. A Schedule that `build` makes from its name becomes that name, any other one its table.
+    Raises ValueError for an unknown name or an option that its family does not have, and for a table that `validate`
+    refuses; TypeError for what is neither text nor a Schedule.
     """
     if isinstance(schedule, Schedule):
         validate(schedule)
@@ -27,7 +30,8 @@ def spell(schedule: str | Schedule) -> str:
         table = read(schedule)
         validate(table)
         return str(table)
-    read_name(schedule)
+    if schedule.strip() != AUTO:
+        read_name(schedule)
     return schedule.strip()
 
 

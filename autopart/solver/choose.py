@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
 
 from autopart.cluster import Cluster
 from autopart.ir.action import Schedule
@@ -17,8 +16,8 @@ from autopart.solver.certify import certify
 from autopart.solver.chunks import PRECISION, fastest
 from autopart.solver.infeasible import infeasible
 from autopart.solver.request import Request, resolve
-from autopart.solver.search import Solved, check_schedule, first_fit
-from autopart.solver.timing import action_seconds, exchange_seconds, timeline
+from autopart.solver.schedule import Chosen, search
+from autopart.solver.search import Solved, check_schedule, first_fit, flush, stage_seconds, step_seconds
 
 
 def choose(
@@ -36,17 +35,20 @@ def choose(
     recompute: bool | Sequence[str] | None = None,
     recomputed: Sequence[SegmentCost] | None = None,
     optimizer_ratio: float = 2.0,
+    forwards_first: bool = False,
     fingerprint: str = "",
 ) -> Plan:
     """The plan for a model of these segments and a batch of `batch` samples.
 
     What is not pinned is chosen by a simple rule: the first that fits the memory limit, trying ddp, zero1, zero2 and
     fsdp before smaller microbatches, and those before more stages, from one data axis over everything upwards
-    (`solver.search`). The schedule is 1f1b. If nothing fits so, the same search is made with every segment recomputed
-    that keeps less by it. For these choices the stage split is optimal: the busiest rank is as fast as it can be,
-    proven by z3 (`solver.certify`), with ties broken by a faster slowest stage, fewer boundary bytes, then earlier
-    cuts. Where ranks hold several stages, the split has the shortest predicted flush of several with a small load of
-    the busiest rank (`solver.chunks`), and the plan's `optimality` says what is proven of it.
+    (`solver.search`). The schedule is 1f1b; with ``schedule="auto"`` it is, the other choices made by that rule, the
+    one that is predicted to be fastest of those that fit (`solver.schedule`; with `forwards_first`, of those that steps
+    without a loss can follow), and the notes say what it was compared with. If nothing fits so, the same search is made
+    with every segment recomputed that keeps less by it. For these choices the stage split is optimal: the busiest rank
+    is as fast as it can be, proven by z3 (`solver.certify`), with ties broken by a faster slowest stage, fewer boundary
+    bytes, then earlier cuts. Where ranks hold several stages, the split has the shortest predicted flush of several
+    with a small load of the busiest rank (`solver.chunks`), and the plan's `optimality` says what is proven of it.
 
     `cluster` defaults to CPU devices, `devices` to the size of a pinned mesh, else of the cluster, `memory` (bytes per
     device) to the cluster's.
@@ -75,6 +77,7 @@ def choose(
         recompute=recompute,
         recomputed=recomputed,
         optimizer_ratio=optimizer_ratio,
+        forwards_first=forwards_first,
     )
     check_schedule(request)
     solved = first_fit(request)
@@ -83,27 +86,29 @@ def choose(
         solved = first_fit(request)
     if solved is None:
         raise infeasible(request)
-    plan = _plan(request, solved)
-    return replace(plan, notes=_notes(request, solved, mesh is not None, recompute), fingerprint=fingerprint)
+    chosen = search(request, solved) if request.searched else Chosen(solved, "", "")
+    plan = _plan(request, chosen)
+    return replace(plan, notes=_notes(request, chosen, mesh is not None, recompute), fingerprint=fingerprint)
 
 
-def _plan(request: Request, solved: Solved) -> Plan:
+def _plan(request: Request, chosen: Chosen) -> Plan:
     """The plan of a solution, whose split is proven."""
+    solved = chosen.solved
     solved = replace(solved, split=certify(solved.problem, solved.split))
-    candidate, cuts = solved.candidate, [*solved.split.starts, len(request.costs)]
+    candidate = solved.candidate
     return Plan(
         mesh=candidate.mesh,
         stages=tuple(
             Stage(request.names[i:j], stage_ranks(candidate.mesh, column))
-            for (i, j), column in zip(pairwise(cuts), candidate.schedule.place, strict=True)
+            for (i, j), column in zip(solved.runs, candidate.schedule.place, strict=True)
         ),
         placements=candidate.placements,
-        schedule=request.schedule,
+        schedule=candidate.text,
         microbatches=candidate.microbatches,
         recompute=request.recompute,
         batch=request.batch,
         prediction=predict(request, solved),
-        optimality=_optimality(solved),
+        optimality="; ".join(filter(None, (_optimality(solved), chosen.verdict))),
         notes=(),
         fingerprint="",
     )
@@ -111,21 +116,15 @@ def _plan(request: Request, solved: Solved) -> Plan:
 
 def predict(request: Request, solved: Solved) -> Prediction:
     """Time and memory of a solved request; the bytes that each rank sends are known only once the program is made."""
-    model, candidate, place = solved.model, solved.candidate, solved.problem.place
-    spans = list(pairwise([*solved.split.starts, len(model.segments)]))
-    seconds = [action_seconds(model.segments[i:j], request.cluster, first=i == 0) for i, j in spans]
-    both = tuple(each["F"] + each["B"] for each in seconds)
-    flush = timeline(candidate.schedule, seconds).makespan
-    exchanged = [
-        exchange_seconds(model.segments[i:j], model.modes[i:j], model.degree, candidate.microbatches, request.cluster)
-        for i, j in spans
-    ]
+    candidate = solved.candidate
+    both = tuple(each["F"] + each["B"] for each in stage_seconds(request, solved))
+    length = flush(request, solved).makespan
     memory = solved.memory()
     assert all(need.total <= solved.problem.limit for need in memory), "the split keeps the limit when counted afresh"
     busy = candidate.microbatches * sum(both) / candidate.schedule.ranks
     return Prediction(
-        step_seconds=flush + max(sum(exchanged[k] for k, at in enumerate(place) if at == rank) for rank in place),
-        bubble=max(0.0, 1 - busy / flush) if flush else 0.0,
+        step_seconds=step_seconds(request, solved),
+        bubble=max(0.0, 1 - busy / length) if length else 0.0,
         stage_seconds=both,
         memory=memory,
     )
@@ -156,9 +155,10 @@ def _optimality(solved: Solved) -> str:
     )
 
 
-def _notes(request: Request, solved: Solved, pinned: bool, recompute: bool | Sequence[str] | None) -> tuple[str, ...]:
+def _notes(request: Request, chosen: Chosen, pinned: bool, recompute: bool | Sequence[str] | None) -> tuple[str, ...]:
     """Where each choice comes from."""
-    mesh, limit = solved.candidate.mesh, format_bytes(request.memory)
+    candidate = chosen.solved.candidate
+    mesh, limit = candidate.mesh, format_bytes(request.memory)
     stages = mesh.degree("pp")
     if pinned:
         where = f"mesh {mesh}: pinned"
@@ -169,13 +169,13 @@ def _notes(request: Request, solved: Solved, pinned: bool, recompute: bool | Seq
     else:
         where = f"mesh {mesh}: the fewest stages that fit {limit} per device and the batch of {request.batch}"
     again = spans(request.recompute, request.names) or "nothing"
-    chosen = str(solved.candidate.placements[-1][1])
     return (
         where,
-        f"placement {chosen}: "
+        f"placement {candidate.placements[-1][1]}: "
         + ("pinned" if len(request.placements) == 1 else "the first of ddp, zero1, zero2, fsdp that fits"),
-        f"microbatches {solved.candidate.microbatches}: "
+        f"microbatches {candidate.microbatches}: "
         + ("pinned" if request.microbatches else "1 without a pipeline, else 4 a stage; more where memory asks for it"),
+        *([chosen.note] if chosen.note else []),
         f"recompute for memory {again}: "
         + ("pinned" if recompute is not None else "nothing fits without" if request.recompute else "it fits without"),
         f"memory limit {limit} per device, optimizer state {request.optimizer_ratio:g} x the trainable parameters,"

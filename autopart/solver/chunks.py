@@ -52,16 +52,21 @@ def solve_chunks(problem: SplitProblem, flush: Callable[[Split], float] | None =
 
     With `flush`, the time of a split's flush, that of the shortest one among those with a little slack.
     """
+    found = ways(problem, SLACKS if flush is not None else SLACKS[:1])
+    return min(found, key=flush or found.index, default=None)
+
+
+def ways(problem: SplitProblem, slacks: Sequence[float] = SLACKS) -> tuple[Split, ...]:
+    """The best split for each slack that the busiest rank is given, the same ones once; none if none fits the limit."""
     total = sum(problem.times)
     bounds = Bounds(total, total, sum(problem.boundaries))
     search = _Search(problem)
     best = search.first(bounds)
     if best is None:
-        return None
+        return ()
     best, bounds = search.improved(best, bounds, fastest(problem), lambda split: split.busiest, "busiest")
-    found = [search.settled(best, bounds, slack) for slack in (SLACKS if flush is not None else SLACKS[:1])]
-    shortest = min(found, key=flush) if flush is not None else found[0]
-    return replace(shortest, least=bounds.busiest, exact=not search.tired)
+    found = dict.fromkeys(search.settled(best, bounds, slack) for slack in slacks)
+    return tuple(replace(split, least=bounds.busiest, exact=not search.tired) for split in found)
 
 
 def fastest(problem: SplitProblem) -> int:
@@ -69,10 +74,15 @@ def fastest(problem: SplitProblem) -> int:
     return max(-(-sum(problem.times) // problem.ranks), *problem.times)
 
 
-def least_limit(problem: SplitProblem) -> int:
-    """The smallest limit under which the problem has a solution, as far as the search can tell."""
+def least_limit(problem: SplitProblem, known: int | None = None) -> int:
+    """The smallest limit under which the problem has a solution, as far as the search can tell.
+
+    Where that is not below a `known` one, it is not looked for: `known` is returned.
+    """
     total = sum(problem.times)
     bounds = Bounds(total, total, sum(problem.boundaries))
+    if known is not None and _Search(replace(problem, limit=known - 1)).first(bounds) is None:
+        return known
     low = 0
     high = max(sum(problem.need(stage, 0, problem.segments) for stage in range(problem.stages)), 1)
     while low < high:

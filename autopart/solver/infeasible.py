@@ -11,7 +11,7 @@ from autopart.ir.mesh import Mesh
 from autopart.ir.placement import PRESETS, Placement
 from autopart.ir.plan_text import format_bytes, schedule, span
 from autopart.solver.chunks import least_limit
-from autopart.solver.request import Request
+from autopart.solver.request import LEAN, Request
 from autopart.solver.search import Solved, best_split, candidates, first_fit, pose
 from autopart.solver.split import bottleneck
 
@@ -41,7 +41,7 @@ def infeasible(request: Request) -> PlanInfeasible:
     who = f"stage {stage}" if len(held) == 1 else f"the rank of stages {' and '.join(map(str, held))}"
     return PlanInfeasible(
         f"no plan fits {format_bytes(request.memory)} per device. Nearest, with mesh {mesh}, placement {placement},"
-        f" {nearest.candidate.microbatches} microbatches, {schedule(request.schedule)},"
+        f" {nearest.candidate.microbatches} microbatches, {schedule(nearest.candidate.text)},"
         f" {'recomputing' if request.recompute else 'without recomputing'}: {who} ({runs}) needs at least"
         f" {format_bytes(need.total)} = "
         + " + ".join(f"{format_bytes(size)} {what}" for size, what in parts if size)
@@ -55,7 +55,11 @@ def nearest_miss(request: Request) -> Solved:
     for candidate in candidates(request):
         model, problem = pose(request, candidate)
         several = problem.ranks < problem.stages
-        peak = least_limit(problem) if several else int(bottleneck(problem, problem.need))
+        peak = (
+            least_limit(problem, best.problem.limit if best is not None else None)
+            if several
+            else int(bottleneck(problem, problem.need))
+        )
         if best is None or peak < best.problem.limit:
             relaxed = replace(problem, limit=peak)
             split = best_split(request, candidate, model, relaxed)
@@ -104,8 +108,11 @@ def _microbatches(request: Request) -> Iterator[tuple[str, Request]]:
 
 
 def _schedules(request: Request) -> Iterator[tuple[str, Request]]:
-    if request.schedule != "1f1b":
-        yield "schedule='1f1b'", replace(request, schedule="1f1b", ranks=None)
+    """1f1b, else the leanest that fits least lean: v1f1b, vhalf, vmin."""
+    if not request.searched and not request.forwards_first:
+        for name in LEAN[:4]:
+            if name != request.schedules[0]:
+                yield f"schedule={name!r}", replace(request, schedules=(name,), ranks=None)
 
 
 def _mesh(request: Request) -> Iterator[tuple[str, Request]]:

@@ -15,10 +15,17 @@ from autopart.ir.action import Schedule
 from autopart.ir.cost import SegmentCost
 from autopart.ir.mesh import Mesh
 from autopart.ir.placement import PRESETS, Placement, executable
-from autopart.schedules.spell import is_table
+from autopart.schedules.spell import AUTO, is_table
 
 Rules = tuple[tuple[str, Placement], ...]
 """(pattern, placement), the first match holds; the last pattern is '*'."""
+
+LEAN = ("1f1b", "v1f1b", "vhalf", "vmin", *(f"{name}(chunks={v})" for v in (3, 4) for name in ("interleaved", "bfs")))
+"""Of the schedules that are searched, those which hold little, for each number of stages a rank: they say whether
+something fits."""
+
+FORWARDS_FIRST = ("gpipe", "2bp-gpipe", "bfs", "bfs(chunks=3)", "bfs(chunks=4)")
+"""The schedules that are searched for steps without a loss."""
 
 
 class Pins(TypedDict, total=False):
@@ -47,21 +54,34 @@ class Request:
     stages: int | None
     starts: tuple[int, ...]  # segments where a stage must begin
     placements: tuple[Rules, ...]  # alternatives, the preferred first
-    schedule: str  # as `schedules.spell` writes it
+    schedules: tuple[str, ...]  # by `schedules.spell`: alternatives where they are searched, the usual first
     microbatches: int | None
     memory: int  # bytes per device
     optimizer_ratio: float
     recompute: tuple[str, ...] = ()  # the segments whose forward runs again in their backward, as `costs` says
     recomputed: tuple[SegmentCost | None, ...] = ()  # what a segment costs then, None where it keeps no less
+    forwards_first: bool = False  # whether all forwards must come before all backwards
     ranks: int | None = None  # the pipeline ranks that the schedule is for, where it is for no other number
 
-    def scheduled(self, ranks: int, microbatches: int) -> Schedule:
-        """The schedule on so many pipeline ranks; ValueError where it cannot be."""
-        return schedules.executable(schedules.make(self.schedule, ranks=ranks, microbatches=microbatches))
+    @property
+    def searched(self) -> bool:
+        """Whether the schedule is searched for."""
+        return len(self.schedules) > 1
+
+    def scheduled(self, text: str, ranks: int, microbatches: int) -> Schedule:
+        """The schedule of a text on so many pipeline ranks; ValueError where it cannot be."""
+        return schedules.executable(schedules.make(text, ranks=ranks, microbatches=microbatches))
 
     def stages_on(self, ranks: int) -> int:
-        """How many stages the schedule has on so many pipeline ranks; ValueError where it cannot be on them."""
-        return self.scheduled(ranks, self.microbatches or 4 * ranks).stages
+        """How many stages there are on so many pipeline ranks; ValueError where the schedule cannot be on them.
+
+        Where it is searched for, as many as the pins need if each rank may have equally many, else one a rank.
+        """
+        if self.searched:
+            needed = self.stages or ranks
+            needed += -needed % ranks if self.starts else 0
+            return needed if ranks > 1 and needed in range(ranks, 4 * ranks + 1, ranks) else ranks
+        return self.scheduled(self.schedules[0], ranks, self.microbatches or 4 * ranks).stages
 
     def recomputing(self) -> Request:
         """The request with every segment recomputed that keeps less by it."""
@@ -91,6 +111,7 @@ def resolve(
     recompute: bool | Sequence[str] | None,
     recomputed: Sequence[SegmentCost] | None,
     optimizer_ratio: float,
+    forwards_first: bool,
 ) -> Request:
     """The request behind the arguments of `choose`; ValueError or TypeError names the argument that is wrong."""
     names = [cost.name for cost in costs]
@@ -120,7 +141,7 @@ def resolve(
         stages=number,
         starts=starts,
         placements=_placements(placement),
-        schedule=text,
+        schedules=(text,) if text != AUTO else FORWARDS_FIRST if forwards_first else LEAN,
         microbatches=microbatches,
         memory=cluster.memory if memory is None else parse_bytes(memory),
         optimizer_ratio=_ratio(optimizer_ratio),
@@ -128,6 +149,7 @@ def resolve(
         recomputed=tuple(
             a if a.at(batch).saved_bytes < p.at(batch).saved_bytes else None for p, a in zip(costs, again, strict=True)
         ),
+        forwards_first=forwards_first,
         ranks=fixed.ranks if fixed is not None else None,
     )
     _check_counts(request)
@@ -287,7 +309,7 @@ def _pipelines(request: Request) -> list[int]:
         raise ValueError(
             f"stages: {request.devices} devices cannot be divided into {request.stages} equal stages"
             if all(pp == stages for pp, stages in found.items())
-            else f"stages: {plan_text.schedule(request.schedule)} on {request.devices} devices has "
+            else f"stages: {plan_text.schedule(request.schedules[0])} on {request.devices} devices has "
             f"{' or '.join(map(str, found.values()))} stages, not {request.stages}"
         )
     fitting = [pp for pp in allowed if found[pp] <= len(request.costs)]
@@ -313,5 +335,5 @@ def _check_stages(request: Request, stages: int) -> None:
         raise ValueError(
             f"{'schedule' if chunked else 'mesh' if mesh else 'stages'}: {stages} stages need {stages} segments, but "
             f"the model has {segments}: {', '.join(request.names)}; have fewer pipeline ranks"
-            + (f", or fewer stages on each than {plan_text.schedule(request.schedule)}" if chunked else "")
+            + (f", or fewer stages on each than {plan_text.schedule(request.schedules[0])}" if chunked else "")
         )

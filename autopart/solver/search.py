@@ -4,6 +4,8 @@
     microbatches  a pinned count; else 1 without a pipeline and min(samples of a data rank, 4 pp) with one, then
                   doubled (smaller microbatches save fewer activations) up to one sample each; where the schedule cannot
                   be for so many, the next smaller number that it can be for
+    schedules     a pinned one, or 1f1b; where it is searched for, those that hold little say whether something fits,
+                  and with the other choices made so, `solver.schedule` looks for the fastest
     placements    a pinned one; else ddp, zero1, zero2, fsdp: rising traffic and latency, falling memory
 
 The innermost choice varies first: sharding a state is tried before cutting the batch finer, that before adding a stage.
@@ -18,11 +20,12 @@ from itertools import pairwise
 from autopart.ir.action import Kind, Schedule
 from autopart.ir.mesh import Mesh
 from autopart.ir.plan import StageMemory, first_match
+from autopart.schedules import Timeline
 from autopart.solver.chunks import solve_chunks
 from autopart.solver.memory import MemoryModel, in_flight
 from autopart.solver.request import Request, Rules
 from autopart.solver.split import Split, SplitProblem, solve_split
-from autopart.solver.timing import action_seconds, segment_seconds, timeline
+from autopart.solver.timing import action_seconds, exchange_seconds, segment_seconds, timeline
 
 # Whole femtoseconds make sums of times exact, so that equal stages compare equal.
 _FEMTOSECONDS = 10**15
@@ -30,11 +33,12 @@ _FEMTOSECONDS = 10**15
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One setting of the global choices, and the schedule that it makes."""
+    """One setting of the global choices, and the schedule that it makes from its text."""
 
     mesh: Mesh
     microbatches: int
     placements: Rules
+    text: str
     schedule: Schedule
 
 
@@ -47,10 +51,14 @@ class Solved:
     problem: SplitProblem
     split: Split
 
+    @property
+    def runs(self) -> list[tuple[int, int]]:
+        """The segments of each stage: the first one, and the one after the last."""
+        return list(pairwise([*self.split.starts, self.problem.segments]))
+
     def memory(self) -> tuple[StageMemory, ...]:
         """What the rank of each stage holds at most, stage by stage."""
-        problem = self.problem
-        runs = list(pairwise([*self.split.starts, problem.segments]))
+        problem, runs = self.problem, self.runs
         found = {}
         for rank in set(problem.place):
             held = [stage for stage, at in enumerate(problem.place) if at == rank]
@@ -62,10 +70,11 @@ class Solved:
 def candidates(request: Request) -> Iterator[Candidate]:
     """Every setting that the pins allow, in the order of preference."""
     for mesh in _meshes(request):
-        for schedule in _schedules(request, mesh):
-            alternatives = request.placements if mesh.degree("dp") > 1 else request.placements[:1]
+        alternatives = request.placements if mesh.degree("dp") > 1 else request.placements[:1]
+        for made in _schedules(request, mesh):
             for placements in alternatives:
-                yield Candidate(mesh, schedule.microbatches, placements, schedule)
+                for text, schedule in made:
+                    yield Candidate(mesh, schedule.microbatches, placements, text, schedule)
 
 
 def check_schedule(request: Request) -> None:
@@ -74,7 +83,7 @@ def check_schedule(request: Request) -> None:
         mesh = next(_meshes(request))
         most = max(_microbatches(request, mesh))
         try:
-            request.scheduled(mesh.degree("pp"), most)
+            request.scheduled(request.schedules[0], mesh.degree("pp"), most)
         except ValueError as error:
             allowed = f"not with {most} microbatches, the most that the batch allows, nor with fewer"
             raise ValueError(f"schedule: {allowed}: {error}") from None
@@ -107,12 +116,36 @@ def best_split(request: Request, candidate: Candidate, model: MemoryModel, probl
     if problem.ranks == problem.stages:
         return solve_split(problem)
 
-    def flush(split: Split) -> float:
-        spans = pairwise([*split.starts, problem.segments])
-        seconds = [action_seconds(model.segments[i:j], request.cluster, first=i == 0) for i, j in spans]
-        return timeline(candidate.schedule, seconds).makespan
+    return solve_chunks(problem, lambda split: flush(request, Solved(candidate, model, problem, split)).makespan)
 
-    return solve_chunks(problem, flush)
+
+def flush(request: Request, solved: Solved) -> Timeline:
+    """The predicted timeline of the pipeline in a step: all but the collectives of the data axis."""
+    seconds = stage_seconds(request, solved)
+    return timeline(solved.candidate.schedule, seconds, edge_seconds(request, solved))
+
+
+def stage_seconds(request: Request, solved: Solved) -> list[dict[str, float]]:
+    """The time of each kind of action of one microbatch, stage by stage."""
+    segments = solved.model.segments
+    return [action_seconds(segments[i:j], request.cluster, first=i == 0) for i, j in solved.runs]
+
+
+def edge_seconds(request: Request, solved: Solved) -> float:
+    """The time of a message between ranks, the largest of a microbatch's."""
+    nbytes = max((solved.problem.boundaries[start] for start in solved.split.starts[1:]), default=0)
+    return request.cluster.link_latency + nbytes / request.cluster.link_bandwidth
+
+
+def step_seconds(request: Request, solved: Solved) -> float:
+    """The predicted time of a step: the pipeline's, then the collectives of the data axis, which do not overlap it."""
+    model, place, count = solved.model, solved.problem.place, solved.candidate.microbatches
+    exchanged = [
+        exchange_seconds(model.segments[i:j], model.modes[i:j], model.degree, count, request.cluster)
+        for i, j in solved.runs
+    ]
+    longest = max(sum(exchanged[k] for k, at in enumerate(place) if at == rank) for rank in place)
+    return flush(request, solved).makespan + longest
 
 
 def first_fit(request: Request) -> Solved | None:
@@ -136,23 +169,29 @@ def _meshes(request: Request) -> Iterator[Mesh]:
             yield Mesh.of({"pp": pp, "dp": dp})
 
 
-def _schedules(request: Request, mesh: Mesh) -> Iterator[Schedule]:
-    """The schedule for every number of microbatches, where its stages are as many as pinned and have a segment each."""
-    known = set[int]()
+def _schedules(request: Request, mesh: Mesh) -> Iterator[list[tuple[str, Schedule]]]:
+    """The schedules for every number of microbatches whose stages are as many as pinned and have a segment each."""
+    known, pp = set[int](), mesh.degree("pp")
     for count in _microbatches(request, mesh):
-        found = _nearest(request, mesh.degree("pp"), count)
-        if found is None or found.microbatches in known or found.stages > len(request.costs):
-            continue
-        known.add(found.microbatches)
-        if request.stages in (None, found.stages) or (request.mesh is not None and request.starts):
-            yield found
+        made = []
+        for text in request.schedules if pp > 1 else request.schedules[:1]:  # alone, a rank waits for nobody
+            found = _nearest(request, text, pp, count)
+            if found is None or found.microbatches in known or found.stages > len(request.costs):
+                continue
+            named = request.mesh is not None and request.starts and len({0, *request.starts}) <= found.stages
+            if request.stages in (None, found.stages) or named:
+                made.append((text, found))
+        known |= {schedule.microbatches for _, schedule in made}
+        if made:
+            yield made
 
 
-def _nearest(request: Request, pp: int, count: int) -> Schedule | None:
-    """The schedule for the largest number of microbatches up to `count` that it can be for."""
-    for fewer in range(count, 0 if request.microbatches is None else count - 1, -1):
+def _nearest(request: Request, text: str, pp: int, count: int) -> Schedule | None:
+    """The schedule for the largest number of microbatches up to `count` that it can be for, of several for `count`."""
+    exact = request.microbatches is not None or request.searched
+    for fewer in range(count, count - 1 if exact else 0, -1):
         try:
-            return request.scheduled(pp, fewer)
+            return request.scheduled(text, pp, fewer)
         except ValueError:
             continue
     return None

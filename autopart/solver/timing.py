@@ -1,7 +1,7 @@
 """Predicted times: a roofline for segments, the simulated flush of a pipeline, alpha-beta for the data axis.
 
-Assumed, and stated so that a better model has something to beat: devices reach their peak; p2p hides behind compute;
-the collectives of the data axis do not.
+Assumed, and stated so that a better model has something to beat: devices reach their peak; a message from rank to rank
+takes latency and bytes over bandwidth, and delays only what waits for it; the collectives of the data axis delay all.
 """
 
 from __future__ import annotations
