@@ -106,12 +106,13 @@ def _plan(request: Request, solved: Solved) -> Plan:
         optimality=_optimality(solved),
         notes=(),
         fingerprint="",
+        mirrors=candidate.schedule.mirrors,
     )
 
 
 def predict(request: Request, solved: Solved) -> Prediction:
     """Time and memory of a solved request; the bytes that each rank sends are known only once the program is made."""
-    model, candidate, place = solved.model, solved.candidate, solved.problem.place
+    model, candidate = solved.model, solved.candidate
     spans = list(pairwise([*solved.split.starts, len(model.segments)]))
     seconds = [action_seconds(model.segments[i:j], request.cluster, first=i == 0) for i, j in spans]
     both = tuple(each["F"] + each["B"] for each in seconds)
@@ -124,7 +125,7 @@ def predict(request: Request, solved: Solved) -> Prediction:
     assert all(need.total <= solved.problem.limit for need in memory), "the split keeps the limit when counted afresh"
     busy = candidate.microbatches * sum(both) / candidate.schedule.ranks
     return Prediction(
-        step_seconds=flush + max(sum(exchanged[k] for k, at in enumerate(place) if at == rank) for rank in place),
+        step_seconds=flush + max(sum(exchanged[stage] for stage in held) for held in solved.held()),
         bubble=max(0.0, 1 - busy / flush) if flush else 0.0,
         stage_seconds=both,
         memory=memory,

@@ -40,23 +40,36 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Solved:
-    """A candidate with the best split of its problem."""
+    """A candidate with the best split of its problem.
+
+    A problem knows the stages of the first copy of the model. Where a schedule has more, a split is the best of those
+    whose first copy fits the limit, and its ranks, with all that they hold, are counted afterwards.
+    """
 
     candidate: Candidate
     model: MemoryModel
     problem: SplitProblem
     split: Split
 
+    def held(self) -> tuple[tuple[int, ...], ...]:
+        """The stages that each rank holds, in whichever copies of the model."""
+        schedule = self.candidate.schedule
+        stages, ranks = range(schedule.stages), range(schedule.ranks)
+        return tuple(tuple(s for s in stages if any(at[s] == rank for at in schedule.places)) for rank in ranks)
+
     def memory(self) -> tuple[StageMemory, ...]:
         """What the rank of each stage holds at most, stage by stage."""
-        problem = self.problem
+        problem, held = self.problem, self.held()
         runs = list(pairwise([*self.split.starts, problem.segments]))
         found = {}
         for rank in set(problem.place):
-            held = [stage for stage, at in enumerate(problem.place) if at == rank]
-            moments = [[counts[stage] for stage in held] for counts, at in problem.moments if at == rank]
-            found[rank] = self.model.rank([runs[stage] for stage in held], moments)
+            moments = [[counts[stage] for stage in held[rank]] for counts, at in problem.moments if at == rank]
+            found[rank] = self.model.rank([runs[stage] for stage in held[rank]], moments)
         return tuple(found[rank] for rank in problem.place)
+
+    def peak(self) -> int:
+        """The most that a rank holds."""
+        return max(need.total for need in self.memory())
 
 
 def candidates(request: Request) -> Iterator[Candidate]:
@@ -121,7 +134,9 @@ def first_fit(request: Request) -> Solved | None:
         model, problem = pose(request, candidate)
         split = best_split(request, candidate, model, problem)
         if split is not None:
-            return Solved(candidate, model, problem, split)
+            solved = Solved(candidate, model, problem, split)
+            if not candidate.schedule.mirrors or solved.peak() <= problem.limit:
+                return solved
     return None
 
 
