@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import re
 from functools import cache
@@ -24,7 +25,7 @@ from autopart.passes.schedule import schedule as scheduled
 from autopart.passes.schedule import unfolded
 from autopart.passes.segment import segment
 from autopart.passes.verify import verify
-from autopart.testing import LocalWorld, assert_parity
+from autopart.testing import LocalWorld, assert_parity, reference_random
 from autopart.testing.parity import adamw, assert_close, compare, train
 from tests.launch import launch
 from tests.models import MLP
@@ -61,14 +62,12 @@ def program(name: str, schedule: str, pp: int, microbatches: int, dp: int = 1, p
 
 ROWS: list[tuple[Any, ...]] = [
     ("mixed", "dualpipe", 2, 4),
-    ("mixed", "dualpipe", 2, 6),
     ("mixed", "dualpipe", 4, 8),
     ("mixed", "bitpipe", 2, 4),
     ("mixed", "bitpipe", 4, 4),
     ("ends", "dualpipe", 2, 4),
     ("ends", "bitpipe", 2, 2),
     ("mlp", ONE_RANK, 1, 2),
-    ("mixed", "dualpipe", 2, 4, 2, "ddp"),
     ("mixed", "bitpipe", 2, 4, 2, "zero1"),
     ("mixed", "dualpipe", 2, 4, 2, "zero2"),
     ("mixed", "dualpipe", 2, 4, 2, "fsdp"),
@@ -76,8 +75,8 @@ ROWS: list[tuple[Any, ...]] = [
 SOAK: list[tuple[Any, ...]] = [
     (name, schedule, pp, microbatches, dp, placement)
     for name in ("mixed", "ends")
-    for schedule, pp, microbatches in (("dualpipe", 2, 8), ("dualpipe", 4, 8), ("bitpipe", 2, 8), ("bitpipe", 2, 6))
-    for dp, placement in ((1, "ddp"), (2, "zero2"), (2, "fsdp"))
+    for schedule, pp, microbatches in (("dualpipe", 2, 6), ("dualpipe", 4, 8), ("bitpipe", 2, 8), ("bitpipe", 2, 6))
+    for dp, placement in ((1, "ddp"), (2, "ddp"), (2, "zero2"), (2, "fsdp"))
 ]
 
 
@@ -92,26 +91,36 @@ def test_trains_as_one_device(row: tuple[Any, ...]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("schedule", "placement"), [("dualpipe", "ddp"), ("dualpipe", "zero2"), ("bitpipe", "zero1"), ("bitpipe", "fsdp")]
+    ("name", "schedule", "placement"),
+    [
+        ("mlp", "dualpipe", "zero2"),
+        ("mlp", "bitpipe", "zero1"),
+        ("mixed", "dualpipe", "fsdp"),  # of a stage's microbatches some have B, some I and W, which gather less
+        ("ends", "bitpipe", "ddp"),
+    ],
 )
-def test_bytes_and_peaks_are_as_predicted(schedule: str, placement: str) -> None:
+def test_bytes_and_peaks_are_as_predicted(name: str, schedule: str, placement: str) -> None:
     """In one call, where ranks share the module; evaluation goes through the first copy, before and after a step."""
-    plain, args = sample("mlp", 17)
+    plain, args = sample(name, 17)
     pins: dict[str, Any] = {"mesh": {"pp": 2, "dp": 2}, "schedule": schedule, "microbatches": 4, "capture": "direct"}
     model = autopart.parallelize(copy.deepcopy(plain), placement=placement, **pins)
     evaluated(model, plain, args)
     for each in (model, plain):
         optimizer = torch.optim.Adam(each.parameters())
-        each.train()(*args).backward()
+        with reference_random() if each is plain else contextlib.nullcontext():
+            each.train()(*args).backward()
         optimizer.step()
-    grads = {name: p.grad for name, p in plain.named_parameters()}
-    assert_close({name: p.grad for name, p in model.named_parameters()}, grads, 1e-9, "gradient of")
+    assert_close(gradients(model), gradients(plain), 1e-9, "gradient of")
     for rank in model.report().ranks:
         assert rank.bytes_sent == rank.predicted_bytes
         # the plan is for the rank with the most samples and the largest parts
         assert rank.peak_activations <= rank.predicted_activations and rank.peak_memory <= rank.predicted_memory
     assert model.report().ranks[0].peak_activations == model.report().ranks[0].predicted_activations
     evaluated(model, plain, args)
+
+
+def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
 def evaluated(model: nn.Module, plain: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
@@ -164,8 +173,7 @@ def test_gradients_that_wait() -> None:
         model(*args).backward()
     model(*args).backward()
     (2 * plain(*args)).backward()
-    grads = {name: p.grad for name, p in plain.named_parameters()}
-    assert_close({name: p.grad for name, p in model.named_parameters()}, grads, 1e-9, "gradient of")
+    assert_close(gradients(model), gradients(plain), 1e-9, "gradient of")
 
 
 def test_what_a_program_and_its_plan_say(tmp_path: Path) -> None:

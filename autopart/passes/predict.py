@@ -7,7 +7,7 @@ Nothing is run. Traffic follows `ir.traffic`, as the runtime's counters do; acti
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from math import ceil
@@ -53,10 +53,7 @@ def predict_traffic(staged: Staged, scheduled: Scheduled, plan: Plan, shares: Sh
     """Bytes that each rank sends in one step, an entry a rank."""
     mesh, degree, places = plan.mesh, plan.mesh.degree("dp"), scheduled.schedule.place
     shares = shares or pieces(plan.batch, degree)
-    travelled = _travelled(scheduled)
-    table = (tuple(a for a in row if a.microbatch == travelled[a.stage][0]) for row in scheduled.table)
-    first = replace(scheduled, table=tuple(table))
-    rows = with_collectives(staged, first, degree)
+    rows = with_collectives(staged, scheduled, degree)
     held = [_held(staged, column) for column in range(len(rows))]
     wires = {unit.name: unit.wire_bytes(degree) for unit in staged.state.units}
     at_once = {unit.name for unit in staged.state.units if unit.reduced_at_once(degree)}
@@ -72,7 +69,7 @@ def predict_traffic(staged: Staged, scheduled: Scheduled, plan: Plan, shares: Sh
         if key not in known:
             sizes = pieces(shares[part], plan.microbatches)
             actions = [a for a in rows[column] if a.kind is Kind.GATHER or a.unit in at_once]
-            calls = [*_each_microbatch(actions, wires, degree, travelled), *across, *everywhere]
+            calls = [*_each_microbatch(actions, wires, degree), *across, *everywhere]
             calls += _buffers(staged, places, column, degree)
             calls += _counts(staged, degree) if plan.inputs == "local" and reads[column] else ()
             stages = [stage for stage, place in enumerate(places) if place == column]
@@ -80,16 +77,6 @@ def predict_traffic(staged: Staged, scheduled: Scheduled, plan: Plan, shares: Sh
             known[key] = _added(_sends(staged, scheduled.table[column], sizes), calls)
         made.append(known[key])
     return tuple(made)
-
-
-def _travelled(scheduled: Scheduled) -> Mapping[int, Sequence[int]]:
-    """The microbatches that travel through each stage."""
-    found: dict[int, list[int]] = {}
-    for row in scheduled.table:
-        for action in row:
-            if action.kind is Kind.F:
-                found.setdefault(action.stage, []).append(action.microbatch)
-    return found
 
 
 def _held(staged: Staged, column: int) -> tuple[Unit, ...]:
@@ -112,14 +99,11 @@ def _sends(staged: Staged, row: Sequence[Action], sizes: Sequence[int]) -> int:
     return sum(edges[action.stage, action.peer].nbytes(sizes[action.microbatch]) for action in sends)
 
 
-def _each_microbatch(
-    row: Sequence[Action], wires: Mapping[str, int], degree: int, travelled: Mapping[int, Sequence[int]]
-) -> Calls:
-    """Gathers before use and gradients reduced as they are made: those of a stage's first microbatch, for every one."""
+def _each_microbatch(row: Iterable[Action], wires: Mapping[str, int], degree: int) -> Calls:
+    """Gathers before use and gradients reduced as they are made, of all microbatches together."""
     kinds = {Kind.GATHER: "all_gather", Kind.REDUCE: "reduce_scatter"}
-    for action, times in Counter(action for action in row if action.stage >= 0).items():
-        if action.kind in kinds:
-            yield kinds[action.kind], wires[action.unit], degree, times * len(travelled[action.stage])
+    for (kind, unit), times in Counter((action.kind, action.unit) for action in row if action.stage >= 0).items():
+        yield kinds[kind], wires[unit], degree, times
 
 
 def _completed(staged: Staged, scheduled: Scheduled, stages: Sequence[int], degree: int) -> list[Unit]:
