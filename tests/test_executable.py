@@ -9,8 +9,6 @@ from autopart.schedules import build, executable, validate
     ("name", "needs"),
     [
         ("terapipe", "attention over 4 slices"),
-        ("bitpipe", "2 copies of the model"),
-        ("dualpipe", "2 copies of the model"),
         ("vocab", "an output layer split over the pipeline ranks"),
         ("paci", "optimizer steps between the microbatches"),
     ],
@@ -22,7 +20,7 @@ def test_refused(name, needs):
         executable(build(name, ranks=4, microbatches=12))
 
 
-@pytest.mark.parametrize("name", ["gpipe", "zb-v", "dualpipev", "forward"])
+@pytest.mark.parametrize("name", ["gpipe", "zb-v", "dualpipev", "dualpipe", "bitpipe", "forward"])
 def test_accepted_without_pairs(name):
     schedule = build(name, ranks=4, microbatches=12)
     made = executable(schedule)

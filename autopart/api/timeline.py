@@ -32,7 +32,7 @@ def simulate(program_or_plan: Program | Plan, cluster: Cluster | None = None) ->
     cluster = cluster or Cluster.preset("cpu", per_node=plan.mesh.size)
     samples = -(-plan.batch // (plan.mesh.degree("dp") * plan.microbatches))
     numbers = {cost.name: cost.at(samples) for cost in costs(staged.segmented)}
-    stages = [[numbers[segment.name] for segment in stage] for stage in staged.stages]
+    stages = [[numbers[segment.name] for segment in stage] for stage in staged.stages[: staged.depth]]
     seconds = [action_seconds(stage, cluster, first=False) for stage in stages]  # the graph knows which I is empty
     edge = max((edge.nbytes(samples) for edge in staged.edges), default=0)
     delay = cluster.link_latency + edge / cluster.link_bandwidth if edge else 0.0

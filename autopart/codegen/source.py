@@ -65,7 +65,7 @@ def _header(staged: Staged, scheduled: Scheduled, plan: Plan, rank: int, held: S
     return [
         f'"""{first}',
         "",
-        *([*(f"stage {s}: {span}" for s, span in spans.items()), ""] if len(held) > 1 else []),
+        *([*(f"stage {s}: {span}{_copy(staged, s)}" for s, span in spans.items()), ""] if len(held) > 1 else []),
         f"{kind}, schedule {schedule.name}, {schedule.microbatches} microbatches, placements {placements}",
         "b is the number of samples in the microbatch at hand, B in the whole batch.",
         *(["Each data rank is given its own samples."] if plan.inputs == "local" else []),
@@ -80,6 +80,12 @@ def _header(staged: Staged, scheduled: Scheduled, plan: Plan, rank: int, held: S
         f"MICROBATCHES = {schedule.microbatches}",
         'DEVICE = torch.device("cpu")  # the world\'s device when the program runs',
     ]
+
+
+def _copy(staged: Staged, stage: int) -> str:
+    """What a stage is in which copy of the model, where there are several."""
+    copy, number = divmod(stage, staged.depth)
+    return f" (stage {number} of copy {copy} of the model)" if staged.copies > 1 else ""
 
 
 def _prologue(staged: Staged, held: Sequence[int], local: bool) -> list[str]:

@@ -41,7 +41,7 @@ def step(staged: Staged, scheduled: Scheduled, column: int, degree: int, *, loca
         lines.append("    # Parameters that the last optimizer step updated in parts are made whole again.")
         lines += _rolled(stale)
     lines += _stores(staged, stages)
-    lines += [f"    {out.name} = {{}}" for out in outputs(staged) if maker(staged, out) in stages]
+    lines += [f"    {out.name} = {{}}" for out in outputs(staged) if {*makers(staged, out)} & {*stages}]
     results = [out for out in outputs(staged) if out.kind != "input_grad"]
     if staged.segmented.captured.deferred:
         first = begin_of_backward(row)
@@ -204,7 +204,8 @@ def _reductions(
     begun |= any(staged.completed(stage, degree, scheduled.unfinished(stage)) for stage in stages)
     lines = ["    world.wait()  # until the gradients that are being reduced are there"] if begun else []
     if shared:
-        lines.append("    # Parameters that several stages use have one gradient, the sum of theirs.")
+        who = "several stages" if staged.copies == 1 else "several stages, or copies of the model,"
+        lines.append(f"    # Parameters that {who} use have one gradient, the sum of theirs.")
         lines += _rolled([f'world.all_reduce("{unit.name}", axis="pp", stages={unit.stages})' for unit in shared])
         lines.append("    world.wait()")
     return lines
@@ -267,10 +268,10 @@ def outputs(staged: Staged) -> list[Output]:
     return list(found.values())
 
 
-def maker(staged: Staged, out: Output) -> int:
-    """The stage that makes an output."""
+def makers(staged: Staged, out: Output) -> tuple[int, ...]:
+    """The stages that make an output: one in each copy of the model."""
     made = stage_input_gradients if out.kind == "input_grad" else stage_outputs
-    return next(s for s in range(len(staged.stages)) if out.name in made(staged, s))
+    return tuple(s for s in range(len(staged.stages)) if out.name in made(staged, s))
 
 
 def _results(staged: Staged, stages: Sequence[int], wanted: Iterable[Output]) -> tuple[list[str], list[str]]:
@@ -278,8 +279,8 @@ def _results(staged: Staged, stages: Sequence[int], wanted: Iterable[Output]) ->
     values = {value.name: value for value in staged.segmented.captured.values()}
     lines, entries = [], []
     for out in wanted:
-        home, value = maker(staged, out), values[out.name]
-        here = home in stages
+        homes, value = makers(staged, out), values[out.name]
+        here = not {*homes}.isdisjoint(stages)
         if out.partial:
             parts = f"list({out.name}.values())" if here else "[]"
             lines.append(f"    {out.name} = world.total({parts}, shape={value.at(1)}, dtype={value.dtype})")
@@ -288,7 +289,7 @@ def _results(staged: Staged, stages: Sequence[int], wanted: Iterable[Output]) ->
         else:
             made = out.name if here else "None"
             like = f"lambda b: ({_spec(value)})"
-            lines.append(f"    {out.name} = world.everywhere({made}, stage={home}, dim={out.dim}, like={like})")
+            lines.append(f"    {out.name} = world.everywhere({made}, stage={homes[0]}, dim={out.dim}, like={like})")
         if here or out.partial or out.everywhere:
             entries.append(out.name)
     return lines, entries

@@ -78,6 +78,7 @@ class Plan:
     notes: tuple[str, ...]
     fingerprint: str  # of the model that the plan was made for
     inputs: str = "global"  # what each rank passes: the whole batch, or ("local") the samples of its data rank
+    mirrors: tuple[tuple[int, ...], ...] = ()  # of further copies of the model, the pp rank of each stage
 
     def __post_init__(self) -> None:
         columns = [stage_ranks(self.mesh, column) for column in range(self.mesh.degree("pp"))]
@@ -89,6 +90,12 @@ class Plan:
                 )
         if idle := [column for column in columns if column not in [stage.ranks for stage in self.stages]]:
             raise ValueError(f"plan: no stage is on the ranks {idle[0]} of the mesh {self.mesh}")
+        for copy in self.mirrors:
+            if len(copy) != len(self.stages) or not set(copy) <= set(range(len(columns))):
+                raise ValueError(
+                    f"plan: a further copy of the model is on the pp ranks {copy}; it has {len(self.stages)} stages, "
+                    f"each on one of the {len(columns)} ranks"
+                )
         names = [name for stage in self.stages for name in stage.segments]
         if len(set(names)) != len(names) or not all(stage.segments for stage in self.stages):
             raise ValueError("plan: every stage needs a segment, and every segment exactly one stage")
@@ -110,8 +117,17 @@ class Plan:
 
     @property
     def place(self) -> tuple[int, ...]:
-        """The pp rank of each stage."""
+        """The pp rank of each stage, in the first copy of the model."""
         return tuple(self.mesh.coordinate(stage.ranks[0]).get("pp", 0) for stage in self.stages)
+
+    def places(self, copies: int) -> tuple[int, ...]:
+        """The pp rank of each stage of the first `copies` copies of the model, one copy's after the other's."""
+        return sum(self.mirrors[: copies - 1], self.place)
+
+    def together(self, stage: int) -> tuple[int, ...]:
+        """The stages that are held where a stage is in the first copy, by whichever copy."""
+        every = (self.place, *self.mirrors)
+        return tuple(s for s in range(len(self.stages)) if any(at[s] == self.place[stage] for at in every))
 
     @property
     def cuts(self) -> tuple[str, ...]:

@@ -73,6 +73,7 @@ def summary(plan: Plan) -> str:
         f" of a batch of {plan.batch}",
         "placement " + "; ".join(f"{pattern}: {placement}" for pattern, placement in plan.placements),
         *([f"recompute {spans(plan.recompute, every)}"] if plan.recompute else []),
+        *(f"another copy of the model has its stages on the pipeline ranks {copy}" for copy in plan.mirrors),
         f"predicted step {format_seconds(predicted.step_seconds)}, bubble {predicted.bubble:.1%}",
     ]
     return "\n".join([*head, *_table(rows), *_traffic(plan), f"optimality: {plan.optimality}"])
@@ -83,7 +84,7 @@ def explain(plan: Plan) -> str:
     predicted = plan.prediction
     slow = max(range(len(plan.stages)), key=lambda s: predicted.stage_seconds[s])
     full = max(range(len(plan.stages)), key=lambda s: predicted.memory[s].total)
-    together = [s for s, column in enumerate(plan.place) if column == plan.place[full]]
+    together = plan.together(full)
     held = ", ".join(span(plan.stages[s].segments) for s in together)
     parts = [(state, getattr(predicted.memory[full], state)) for state in _STATES]
     largest = " + ".join(f"{format_bytes(size)} {state}" for state, size in parts if size)

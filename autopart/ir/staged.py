@@ -41,6 +41,9 @@ class Staged:
 
     `backwards` are, by stage, the kinds of actions that perform a backward: B; or, in two, I and W; or all three, where
     microbatches differ. Without it they are B.
+
+    A schedule may place several `copies` of the model, of which a microbatch travels one. They are stages of their own:
+    of S stages a copy, stage s of copy c is number c S + s, has the same segments and uses the same units.
     """
 
     sharded: Sharded
@@ -48,6 +51,12 @@ class Staged:
     edges: tuple[Edge, ...]
     state: State
     backwards: tuple[tuple[Kind, ...], ...] = ()
+    copies: int = 1
+
+    @property
+    def depth(self) -> int:
+        """The number of stages of a copy of the model."""
+        return len(self.stages) // self.copies
 
     @property
     def segmented(self) -> Segmented:

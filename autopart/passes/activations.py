@@ -32,7 +32,12 @@ def peak_activations(staged: Staged, scheduled: Scheduled, column: int, sizes: S
     `sizes` are the samples of its microbatches; `whole` says that the one microbatch is the whole batch, so that slices
     of the caller's inputs are those inputs.
     """
-    kept = {size: _kept(staged, scheduled.schedule.place, column, size, whole) for size in set(sizes)}
+    places, copies = scheduled.schedule.place, range(0, len(staged.stages), staged.depth)
+    held = [[s for s in range(first, first + staged.depth) if places[s] == column] for first in copies]
+    kept: dict[int, Kept] = {size: {} for size in set(sizes)}
+    for size, found in kept.items():
+        for stages in held:  # a microbatch travels one copy of the model, and shares nothing with the others
+            found.update(_kept(staged, stages, size, whole))
     holders: list[frozenset[Holder]] = [frozenset()] * len(sizes)
     alive = [0] * len(sizes)
     known: dict[tuple[int, frozenset[Holder]], int] = {}
@@ -46,8 +51,8 @@ def peak_activations(staged: Staged, scheduled: Scheduled, column: int, sizes: S
         holders[k] = (holders[k] - emptied) | filled
         key = sizes[k], holders[k]
         if key not in known:
-            found = kept[sizes[k]]
-            known[key] = sum(nbytes for _, nbytes in frozenset[Storage]().union(*(found[h] for h in holders[k])))
+            storages = frozenset[Storage]().union(*(kept[sizes[k]][holder] for holder in holders[k]))
+            known[key] = sum(nbytes for _, nbytes in storages)
         alive[k] = known[key]
         if action.kind in COMPUTE:
             peak = max(peak, sum(alive))
@@ -88,9 +93,8 @@ class _Local:
         return [given[r] if r in given else (f"{place}:{r}", self.values[r].nbytes(batch)) for r in found]
 
 
-def _kept(staged: Staged, places: Sequence[int], column: int, batch: int, whole: bool) -> Kept:
-    """What each holder of a pp rank keeps of a microbatch of `batch` samples."""
-    stages = [stage for stage, place in enumerate(places) if place == column]
+def _kept(staged: Staged, stages: Sequence[int], batch: int, whole: bool) -> Kept:
+    """What each holder of a pp rank keeps of a microbatch of `batch` samples that travels these stages of it."""
     at: dict[str, Storage] = {}  # by value name in the whole graph
     saved: dict[str, list[Storage]] = {}  # by segment: what its forward kept
     kept: Kept = {}
@@ -98,7 +102,7 @@ def _kept(staged: Staged, places: Sequence[int], column: int, batch: int, whole:
 
     def receive(edges: Sequence[Edge], stage: int) -> None:
         for edge in edges:
-            if places[edge.source] != column:
+            if edge.source not in stages:
                 at.update({v.name: (f"{v.name} at {stage}", v.nbytes(batch)) for v in edge.values})
                 kept["edge", edge.source, stage] = frozenset(at[v.name] for v in edge.values)
 

@@ -7,7 +7,7 @@ Nothing is run. Traffic follows `ir.traffic`, as the runtime's counters do; acti
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from math import ceil
@@ -53,8 +53,7 @@ def predict_traffic(staged: Staged, scheduled: Scheduled, plan: Plan, shares: Sh
     """Bytes that each rank sends in one step, an entry a rank."""
     mesh, degree, places = plan.mesh, plan.mesh.degree("dp"), scheduled.schedule.place
     shares = shares or pieces(plan.batch, degree)
-    first = replace(scheduled, table=tuple(tuple(a for a in row if a.microbatch == 0) for row in scheduled.table))
-    rows = with_collectives(staged, first, degree)
+    rows = with_collectives(staged, scheduled, degree)
     held = [_held(staged, column) for column in range(len(rows))]
     wires = {unit.name: unit.wire_bytes(degree) for unit in staged.state.units}
     at_once = {unit.name for unit in staged.state.units if unit.reduced_at_once(degree)}
@@ -70,7 +69,7 @@ def predict_traffic(staged: Staged, scheduled: Scheduled, plan: Plan, shares: Sh
         if key not in known:
             sizes = pieces(shares[part], plan.microbatches)
             actions = [a for a in rows[column] if a.kind is Kind.GATHER or a.unit in at_once]
-            calls = [*_each_microbatch(actions, wires, degree, plan.microbatches), *across, *everywhere]
+            calls = [*_each_microbatch(actions, wires, degree), *across, *everywhere]
             calls += _buffers(staged, places, column, degree)
             calls += _counts(staged, degree) if plan.inputs == "local" and reads[column] else ()
             stages = [stage for stage, place in enumerate(places) if place == column]
@@ -100,12 +99,11 @@ def _sends(staged: Staged, row: Sequence[Action], sizes: Sequence[int]) -> int:
     return sum(edges[action.stage, action.peer].nbytes(sizes[action.microbatch]) for action in sends)
 
 
-def _each_microbatch(row: Sequence[Action], wires: Mapping[str, int], degree: int, microbatches: int) -> Calls:
-    """Gathers before use and gradients reduced as they are made: those of the first microbatch, for every one."""
+def _each_microbatch(row: Iterable[Action], wires: Mapping[str, int], degree: int) -> Calls:
+    """Gathers before use and gradients reduced as they are made, of all microbatches together."""
     kinds = {Kind.GATHER: "all_gather", Kind.REDUCE: "reduce_scatter"}
-    for action, times in Counter(action for action in row if action.stage >= 0).items():
-        if action.kind in kinds:
-            yield kinds[action.kind], wires[action.unit], degree, times * microbatches
+    for (kind, unit), times in Counter((action.kind, action.unit) for action in row if action.stage >= 0).items():
+        yield kinds[kind], wires[unit], degree, times
 
 
 def _completed(staged: Staged, scheduled: Scheduled, stages: Sequence[int], degree: int) -> list[Unit]:
@@ -206,7 +204,7 @@ def predict_memory(
         _rank_memory(staged, scheduled, plan, column, part, samples, optimizer_ratio)
         for column in range(len(scheduled.table))
     ]
-    return tuple(columns[column] for column in scheduled.schedule.place)
+    return tuple(columns[column] for column in plan.place)
 
 
 def _rank_memory(

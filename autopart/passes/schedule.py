@@ -6,7 +6,7 @@ after:  0F0 0SEND0>1 0F1 0SEND1>1 0RECV0>1 0B0 0RECV1>1 0B1, and with `with_coll
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from autopart import schedules
@@ -30,15 +30,40 @@ def schedule(staged: Staged, plan: Plan) -> Scheduled:
         built = schedules.make(plan.schedule, ranks=plan.mesh.degree("pp"), microbatches=plan.microbatches)
     else:
         built = placed.forwards(plan.place, plan.microbatches)
-    if built.place != plan.place:
+    if built.places != (plan.place, *plan.mirrors[: staged.copies - 1]):
         raise ValueError(
             f"schedule: {plan_text.schedule(plan.schedule)} has its {built.stages} stages on the pipeline ranks "
-            f"{built.place}, but the plan its {len(plan.place)} stages on {plan.place}; plan again with this schedule"
+            f"{_told(built.places)}, but the plan its {len(plan.place)} stages on "
+            f"{_told((plan.place, *plan.mirrors))}; plan again with this schedule"
         )
     built = schedules.executable(built)
     if captured.deferred:
         _check_deferred(built)
-    return schedules.lower(built, frozenset((edge.source, edge.target) for edge in staged.edges))
+    edges = frozenset((edge.source, edge.target) for edge in staged.edges if edge.source < staged.depth)
+    return unfolded(schedules.lower(built, edges))
+
+
+def _told(places: Sequence[tuple[int, ...]]) -> str:
+    return " and ".join(map(str, places))
+
+
+def unfolded(scheduled: Scheduled) -> Scheduled:
+    """With the stages of every copy of the model numbered through, as programs have them (`Staged.copies`).
+
+    before: 1F0 1F2p1   after: 1F0 3F2   (two copies of two stages)
+    """
+    schedule = scheduled.schedule
+    if not schedule.mirrors:
+        return scheduled
+
+    def renumbered(action: Action) -> Action:
+        first = action.pipe * schedule.stages
+        peer = action.peer + first if action.peer >= 0 else action.peer
+        return replace(action, stage=action.stage + first, peer=peer, pipe=0)
+
+    table, lowered = (tuple(tuple(map(renumbered, row)) for row in rows) for rows in (schedule.table, scheduled.table))
+    whole = replace(schedule, place=sum(schedule.mirrors, schedule.place), table=table, mirrors=())
+    return Scheduled(whole, lowered)
 
 
 def check_deferred(schedule: str | Schedule | None) -> None:

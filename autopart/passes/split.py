@@ -2,17 +2,19 @@
 
 before: wte | h.0 | h.1 | h.2 | h.3 | head
 after:  stage 0: wte h.0 h.1   stage 1: h.2 h.3 head   edges 0 -> 1 (activations), 1 -> 0 (gradients)
+        with a second copy of the model: the same as stages 2 and 3, edges 2 -> 3 and 3 -> 2, units on 0 and 2, 1 and 3
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from autopart.errors import CaptureError
+from autopart.ir import plan_text
 from autopart.ir.captured import Captured
 from autopart.ir.graph import Value
 from autopart.ir.placement import Modes
@@ -26,15 +28,44 @@ from autopart.ir.state import Parameter, State, Unit
 def split(sharded: Sharded, plan: Plan, *, state: State | None = None) -> Staged:
     """Cut into the plan's stages. With `state` (another program's), parameters stay in its units.
 
+    Without a backward, a step goes through the first copy of the model alone.
+
     Raises CaptureError if this program uses a parameter on a stage that does not hold it, or a buffer elsewhere than
-    where its forwards update it.
+    where its forwards update it; where the plan has further copies of the model, if a forward updates buffers, or if
+    the step makes anything but sums over the batch, of which every copy would have some samples.
     """
     segmented = sharded.segmented
     stages = _stages(segmented, plan)
     state = state or place(segmented.captured, stages, plan)
     _check_holders(stages, state)
     _check_buffers(segmented.captured, stages)
-    return Staged(sharded, stages, _edges(segmented, stages), state)
+    copies = 1 + len(plan.mirrors) * segmented.captured.training
+    if copies > 1:
+        _check_copies(segmented.captured, plan)
+    edges = tuple(
+        replace(edge, source=edge.source + first, target=edge.target + first)
+        for first in range(0, copies * len(stages), len(stages))
+        for edge in _edges(segmented, stages)
+    )
+    return Staged(sharded, stages * copies, edges, state, copies=copies)
+
+
+def undivided(captured: Captured) -> str:
+    """What a step does that copies of the model, each with some of the microbatches, cannot; "" for nothing."""
+    if updated := captured.updates():
+        return f"the forward updates the buffer {updated[0].target}, microbatch after microbatch"
+    kinds = {"output": "the output", "input_grad": "the gradient of the input"}
+    whole = [out for out in captured.outputs if out.kind in kinds and not out.partial]
+    return f"the step makes {kinds[whole[0].kind]} {whole[0].target!r} beside its loss" if whole else ""
+
+
+def _check_copies(captured: Captured, plan: Plan) -> None:
+    if what := undivided(captured):
+        raise CaptureError(
+            f"{what}, but the schedule, {plan_text.schedule(plan.schedule)}, has {len(plan.mirrors) + 1} copies of the "
+            "model, each of which sees some of the samples only: together they make sums over the batch, such as the "
+            "loss; return the loss alone, or pin a schedule with one copy, such as schedule='1f1b'"
+        )
 
 
 def _stages(segmented: Segmented, plan: Plan) -> tuple[tuple[Segment, ...], ...]:
@@ -65,7 +96,10 @@ class _Kind:
 
 
 def place(captured: Captured, stages: Sequence[Sequence[Segment]], plan: Plan) -> State:
-    """Put every used parameter in a unit: a segment's own together, those of several segments alone."""
+    """Put every used parameter in a unit: a segment's own together, those of several segments alone.
+
+    A unit is on the stages that use it in every copy of the model.
+    """
     users: dict[str, list[tuple[int, str]]] = {}
     for number, stage in enumerate(stages):
         for segment in stage:
@@ -80,14 +114,16 @@ def place(captured: Captured, stages: Sequence[Sequence[Segment]], plan: Plan) -
         owner, grad = target if shared else used[0][1], item.requires_grad
         kind = _Kind(owner, shared, grad, grad and target in graded, item.value.dtype, modes)
         groups.setdefault(kind, []).append(target)
+    places = plan.places(1 + len(plan.mirrors))
     units: list[Unit] = []
     taken: Counter[str] = Counter()
     for kind, targets in groups.items():
         name = f"{kind.owner}+{taken[kind.owner]}" if taken[kind.owner] else kind.owner
         taken[kind.owner] += 1
         parameters = tuple(Parameter(target, inputs[target].value.at(1), kind.dtype) for target in targets)
-        holders = tuple(sorted({number for target in targets for number, _ in users[target]}))
-        columns = tuple(sorted({plan.place[number] for number in holders}))
+        first = {number for target in targets for number, _ in users[target]}
+        holders = tuple(s for s in range(len(places)) if s % len(stages) in first)
+        columns = tuple(sorted({places[number] for number in holders}))
         units.append(Unit(name, parameters, kind.trainable, kind.modes, holders, columns))
     return State(tuple(units), tuple(item.target for item in captured.of_kind("buffer", "constant")))
 

@@ -51,7 +51,9 @@ def split_backward(staged: Staged, schedule: Schedule, *, samples: int) -> Stage
             segments.append(_with_halves(replace(segment, body=number), made[number]))
         stages.append(tuple(segments))
     inside = tuple(staged.sharded.inside[old] for old, _ in numbers)
-    whole = replace(staged.segmented, bodies=tuple(made), segments=tuple(s for row in stages for s in row))
+    whole = replace(
+        staged.segmented, bodies=tuple(made), segments=tuple(s for row in stages[: staged.depth] for s in row)
+    )
     sharded = replace(staged.sharded, segmented=whole, inside=inside)
     return replace(staged, sharded=sharded, stages=tuple(stages), backwards=backwards)
 

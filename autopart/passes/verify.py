@@ -12,10 +12,10 @@ that microbatches differ in size. What the texts do is then held against these r
 ``deadlock``     all ranks end even if every send waits for its receive and every collective for all of its group
                  nothing meets across the yield of a step that waits for the gradients of its outputs
 ``stores``       what is stored for later is taken out, once
-``work``         each microbatch has one forward and one backward on each stage (where that is in two, I and then W);
-                 they read every parameter as placed, gathered before its use if it is kept in parts (a gather begun
-                 ahead is of what is used next), made whole again at the start of the step if an optimizer updated it in
-                 parts
+``work``         each microbatch has one forward and one backward on each stage (where that is in two, I and then W) of
+                 one copy of the model; they read every parameter as placed, gathered before its use if it is kept in
+                 parts (a gather begun ahead is of what is used next), made whole again at the start of the step if an
+                 optimizer updated it in parts
 ``values``       each action calls each layer once, in order, with the values, inputs, buffers, parameters, random
                  draws, prologue values and gradients of outputs that the graph gives it; what is sent, added to
                  gradients, stored in buffers and handed out is what the layer returned for that
@@ -45,10 +45,10 @@ from autopart.passes.verify_between import collectives, ends, transfers
 from autopart.passes.verify_buffers import buffers
 from autopart.passes.verify_texts import Text, fault, read
 from autopart.passes.verify_values import Values, values
-from autopart.passes.verify_within import Needs, gradients, needs, work
+from autopart.passes.verify_within import Needs, copies_travelled, gradients, needs, work
 
-Made = tuple[Value, int]
-"""A value that leaves a segment, and the stage that makes it."""
+Made = tuple[Value, frozenset[int]]
+"""A value that leaves a segment, and the stages that make it: one in each copy of the model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,13 +88,12 @@ def verify(program: Program, *, bodies: Bodies | None = None) -> Report:
         raise fault("text", "program", problem, f"a mesh of {plan.mesh} has the ranks 0 to {plan.mesh.size - 1}")
     staged = program.staged
     needed = tuple(needs(staged, stage) for stage in range(len(staged.stages)))
-    makers = {
-        name: stage
-        for stage, row in enumerate(staged.stages)
-        for item in row
-        for name in (*item.outputs, *item.backward_outputs)
-    }
-    made = {value.name: (value, makers[value.name]) for value in program.captured.values() if value.name in makers}
+    makers: dict[str, set[int]] = {}
+    for stage, row in enumerate(staged.stages):
+        for name in (name for item in row for name in (*item.outputs, *item.backward_outputs)):
+            makers.setdefault(name, set()).add(stage)
+    values = {value.name: value for value in program.captured.values()}
+    made = {name: (values[name], frozenset(stages)) for name, stages in makers.items() if name in values}
     bodies = bodies or Bodies()
     batches = _batches(plan)
     known = Values(staged)
@@ -124,14 +123,15 @@ def _checked(
     # What one rank does wrong by itself is told before what then does not fit between ranks.
     alone = _distinct(texts)
     stored = sum(n * _check_stores(text) for text, n in alone)
-    actions = sum(n * work(text, needed, state, program.plan.microbatches, training) for text, n in alone)
+    travelled = copies_travelled(texts, program.staged, program.plan.microbatches)
+    actions = sum(n * work(text, needed, state, travelled, training) for text, n in alone)
     given = sum(n * values(text, known) for text, n in alone)
     graded = [(*gradients(text, needed, state), n) for text, n in alone]
     renewed = [program.staged.updated(stage) for stage in range(len(program.staged.stages))]
     updated = sum(n * buffers(text, program.staged, renewed) for text, n in alone)
     shared = collectives(texts)
     meetings = ends(texts, [*sent, *shared])
-    outputs = sum(_check_outputs(text, program, made, batch) for text in texts)
+    outputs = sum(_check_outputs(text, program, made, travelled, batch) for text in texts)
     return (
         Checked("text", len(texts), "texts"),
         Checked("transfers", len(sent), "sends with their receives"),
@@ -166,7 +166,9 @@ def _check_stores(text: Text) -> int:
     return text.recording.stored
 
 
-def _check_outputs(text: Text, program: Program, made: Mapping[str, Made], batch: int) -> int:
+def _check_outputs(
+    text: Text, program: Program, made: Mapping[str, Made], travelled: Sequence[Sequence[int]], batch: int
+) -> int:
     """The step returns what it must, each whole (or yields it, before the backward); the number of outputs."""
     captured, plan = program.captured, program.plan
     wanted = {
@@ -174,7 +176,7 @@ def _check_outputs(text: Text, program: Program, made: Mapping[str, Made], batch
         for out in captured.outputs
         if out.kind in ("loss", "output", "input_grad")
         and out.name in made
-        and (out.partial or out.everywhere or made[out.name][1] in text.stages)
+        and (out.partial or out.everywhere or made[out.name][1] & {*text.stages})
     }
     for name, out in wanted.items():
         early = captured.deferred and out.kind == "output"
@@ -187,7 +189,7 @@ def _check_outputs(text: Text, program: Program, made: Mapping[str, Made], batch
             problem = f"step {'yields' if early else 'returns'} {returned} as {name!r}"
             remedy = f"return the whole output, {shown([expected])}"
             raise fault("outputs", f"rank {text.rank}", problem, remedy)
-    _check_total(text, [made[out.name][1] for out in wanted.values() if out.partial], plan)
+    _check_total(text, [made[out.name][1] for out in wanted.values() if out.partial], travelled)
     return len(wanted)
 
 
@@ -205,10 +207,10 @@ def _whole(out: Output, value: Value, text: Text, plan: Plan, batch: int) -> tup
     return (*shapes[0][: out.dim], sum(shape[out.dim] for shape in shapes), *shapes[0][out.dim + 1 :])
 
 
-def _check_total(text: Text, makers: Sequence[int], plan: Plan) -> None:
-    """Sums over the world have the part of every microbatch from the rank that makes them, and nothing from others."""
-    every = list(range(plan.microbatches))
-    made = sum(stage in text.stages for stage in makers)
+def _check_total(text: Text, makers: Sequence[frozenset[int]], travelled: Sequence[Sequence[int]]) -> None:
+    """Sums over the world have the part of every microbatch from the rank that makes it, and nothing from others."""
+    here = [stages & {*text.stages} for stages in makers]
+    made, every = sum(map(bool, here)), sorted(k for stage in frozenset().union(*here) for k in travelled[stage])
     for event in (event for event in text.events if event.call == "total"):
         parts = [spec.microbatch for spec in event.what[1:] if spec is not None]
         if parts and (sorted(parts, key=str) != sorted(every, key=str) or not made):

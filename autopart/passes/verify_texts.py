@@ -90,7 +90,8 @@ def read(program: Program, rank: int, batch: int, bodies: Bodies) -> Text:
 
 def _check_names(program: Program, rank: int, names: Mapping[str, object]) -> None:
     plan = program.plan
-    expected = {"RANK": rank, "MESH": dict(plan.mesh.axes), "PLACE": plan.place, "MICROBATCHES": plan.microbatches}
+    place = plan.places(program.staged.copies)
+    expected = {"RANK": rank, "MESH": dict(plan.mesh.axes), "PLACE": place, "MICROBATCHES": plan.microbatches}
     for name, value in expected.items():
         if name not in names:
             raise fault("text", f"rank {rank}", f"the text does not define {name}", f"define it as {value}")

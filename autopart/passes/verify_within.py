@@ -50,13 +50,32 @@ def needs(staged: Staged, stage: int) -> Needs:
     return Needs(reads, contributions, graded)
 
 
-def work(text: Text, needed: Sequence[Needs], state: State, microbatches: int, training: bool) -> int:
-    """Check the rank's actions and what they read; the number of actions."""
+def copies_travelled(texts: Sequence[Text], staged: Staged, microbatches: int) -> tuple[tuple[int, ...], ...]:
+    """The microbatches that each stage has to do with: all, or those that travel its copy of the model.
+
+    Raises VerificationError where one has actions in several copies.
+    """
+    found: dict[int, Action] = {}
+    for text in texts:
+        for action in (event.action for event in text.events if event.call == "action" and event.action is not None):
+            other = found.setdefault(action.microbatch, action)
+            if action.stage // staged.depth != other.stage // staged.depth:
+                problem = f"{other} is in another copy of the model"
+                raise fault("work", text.during(action), problem, "a microbatch travels one copy, from end to end")
+    copies = [found[k].stage // staged.depth if k in found else 0 for k in range(microbatches)]
+    return tuple(
+        tuple(k for k, copy in enumerate(copies) if copy == stage // staged.depth)
+        for stage in range(len(staged.stages))
+    )
+
+
+def work(text: Text, needed: Sequence[Needs], state: State, travelled: Sequence[Sequence[int]], training: bool) -> int:
+    """Check the rank's actions and what they read; the number of actions. `travelled`: `copies_travelled`."""
     done = Counter(event.action for event in text.events if event.call == "action")
     due = [
         Action(kind, stage, k)
         for stage in text.stages
-        for k in range(microbatches)
+        for k in travelled[stage]
         for kind in _due(done, needed[stage], stage, k, training)
     ]
     for action in dict.fromkeys([*due, *(action for action in done if action is not None)]):
@@ -137,7 +156,8 @@ def gradients(text: Text, needed: Sequence[Needs], state: State) -> tuple[int, i
 
 
 def _held(text: Text, state: State) -> Iterator[Unit]:
-    return (unit for unit in state.units if set(unit.stages) & set(text.stages))
+    column = text.mesh.coordinate(text.rank).get("pp", 0)
+    return (unit for unit in state.units if column in unit.columns)
 
 
 def contributes(event: Event) -> bool:

@@ -111,6 +111,7 @@ def _plan(request: Request, chosen: Chosen) -> Plan:
         optimality="; ".join(filter(None, (_optimality(solved), chosen.verdict))),
         notes=(),
         fingerprint="",
+        mirrors=candidate.schedule.mirrors,
     )
 
 

@@ -23,7 +23,7 @@ def infeasible(request: Request) -> PlanInfeasible:
     cuts = [*split.starts, len(request.costs)]
     needs = nearest.memory()
     stage = max(range(len(needs)), key=lambda k: needs[k].total)
-    need, held = needs[stage], [k for k, at in enumerate(problem.place) if at == problem.place[stage]]
+    need, held = needs[stage], nearest.held()[problem.place[stage]]
     flight = max(sum(counts) for counts, at in problem.moments if at == problem.place[stage])
     parts = [
         (need.parameters, "parameters"),
@@ -46,6 +46,7 @@ def infeasible(request: Request) -> PlanInfeasible:
         f" {format_bytes(need.total)} = "
         + " + ".join(f"{format_bytes(size)} {what}" for size, what in parts if size)
         + f". It fits with: {ways}."
+        + " With several copies of the model, other stages= may fit too." * bool(nearest.candidate.schedule.mirrors)
     )
 
 
@@ -65,6 +66,7 @@ def nearest_miss(request: Request) -> Solved:
             split = best_split(request, candidate, model, relaxed)
             assert split is not None, "the least peak is feasible"
             best = Solved(candidate, model, relaxed, split)
+            best = replace(best, problem=replace(relaxed, limit=max(peak, best.peak())))
     assert best is not None, "a resolved request has a candidate"
     return best
 

@@ -44,7 +44,11 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Solved:
-    """A candidate with the best split of its problem."""
+    """A candidate with the best split of its problem.
+
+    A problem knows the stages of the first copy of the model. Where a schedule has more, a split is the best of those
+    whose first copy fits the limit, and its ranks, with all that they hold, are counted afterwards.
+    """
 
     candidate: Candidate
     model: MemoryModel
@@ -56,15 +60,24 @@ class Solved:
         """The segments of each stage: the first one, and the one after the last."""
         return list(pairwise([*self.split.starts, self.problem.segments]))
 
+    def held(self) -> tuple[tuple[int, ...], ...]:
+        """The stages that each rank holds, in whichever copies of the model."""
+        schedule = self.candidate.schedule
+        stages, ranks = range(schedule.stages), range(schedule.ranks)
+        return tuple(tuple(s for s in stages if any(at[s] == rank for at in schedule.places)) for rank in ranks)
+
     def memory(self) -> tuple[StageMemory, ...]:
         """What the rank of each stage holds at most, stage by stage."""
-        problem, runs = self.problem, self.runs
+        problem, held, runs = self.problem, self.held(), self.runs
         found = {}
         for rank in set(problem.place):
-            held = [stage for stage, at in enumerate(problem.place) if at == rank]
-            moments = [[counts[stage] for stage in held] for counts, at in problem.moments if at == rank]
-            found[rank] = self.model.rank([runs[stage] for stage in held], moments)
+            moments = [[counts[stage] for stage in held[rank]] for counts, at in problem.moments if at == rank]
+            found[rank] = self.model.rank([runs[stage] for stage in held[rank]], moments)
         return tuple(found[rank] for rank in problem.place)
+
+    def peak(self) -> int:
+        """The most that a rank holds."""
+        return max(need.total for need in self.memory())
 
 
 def candidates(request: Request) -> Iterator[Candidate]:
@@ -139,12 +152,12 @@ def edge_seconds(request: Request, solved: Solved) -> float:
 
 def step_seconds(request: Request, solved: Solved) -> float:
     """The predicted time of a step: the pipeline's, then the collectives of the data axis, which do not overlap it."""
-    model, place, count = solved.model, solved.problem.place, solved.candidate.microbatches
+    model, count = solved.model, solved.candidate.microbatches
     exchanged = [
         exchange_seconds(model.segments[i:j], model.modes[i:j], model.degree, count, request.cluster)
         for i, j in solved.runs
     ]
-    longest = max(sum(exchanged[k] for k, at in enumerate(place) if at == rank) for rank in place)
+    longest = max(sum(exchanged[stage] for stage in held) for held in solved.held())
     return flush(request, solved).makespan + longest
 
 
@@ -154,7 +167,9 @@ def first_fit(request: Request) -> Solved | None:
         model, problem = pose(request, candidate)
         split = best_split(request, candidate, model, problem)
         if split is not None:
-            return Solved(candidate, model, problem, split)
+            solved = Solved(candidate, model, problem, split)
+            if not candidate.schedule.mirrors or solved.peak() <= problem.limit:
+                return solved
     return None
 
 

@@ -18,6 +18,7 @@ from autopart.ir.mesh import Mesh
 from autopart.ir.placement import PRESETS
 from autopart.ir.plan import Plan
 from autopart.passes.segment import segment
+from autopart.passes.split import undivided
 
 
 @st.composite
@@ -77,7 +78,9 @@ def plans(
     mesh = draw(meshes(max_devices=min(max_devices, captured.batch), max_stages=len(names)))
     microbatches = draw(st.integers(1, captured.batch // mesh.degree("dp")))
     built = filter(_executed, _built(mesh.degree("pp"), microbatches))
-    schedule = draw(st.sampled_from([each for each in built if each.stages <= len(names)]))
+    whole = bool(undivided(captured))
+    able = [each for each in built if each.stages <= len(names) and not (each.mirrors and whole)]
+    schedule = draw(st.sampled_from(able))
     cuts = sorted(
         draw(st.sets(st.integers(1, len(names) - 1), min_size=schedule.stages - 1, max_size=schedule.stages - 1))
         if schedule.stages > 1
