@@ -72,15 +72,15 @@ def peaks(costs: list[SegmentCost], plan: Plan) -> list[int]:
     return found
 
 
-def test_every_family_that_programs_can_run_is_looked_at() -> None:
+def test_every_family_of_one_copy_that_programs_can_run_is_looked_at() -> None:
     for family in schedules.names():
         looked = family.name in {text.partition("(")[0] for text in PORTFOLIO}
         try:
-            schedules.executable(schedules.build(family.name, ranks=4, microbatches=8))
+            built = schedules.executable(schedules.build(family.name, ranks=4, microbatches=8))
         except ValueError:
             assert not looked, family.name
         else:
-            assert looked, family.name
+            assert looked == (len(built.places) == 1), family.name
     assert set(LEAN) <= set(PORTFOLIO)
 
 
@@ -153,7 +153,7 @@ def test_the_other_choices_are_pinned_or_by_rule() -> None:
     assert max(memory.total for memory in tight.prediction.memory) <= 300 * MIB
     with pytest.raises(ValueError, match=r"stages: 5 stages contradict the mesh of pp=2"):
         choose(gpt(), stages=5, **pins)
-    with pytest.raises(ValueError, match=r"mesh: 8 stages need 8 segments, but the model has 6"):
+    with pytest.raises(ValueError, match=r"stages: 8 stages need 8 segments, but the model has 6"):
         choose(gpt(4), stages=8, **pins)
 
 

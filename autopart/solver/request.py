@@ -332,8 +332,9 @@ def _check_stages(request: Request, stages: int) -> None:
         )
     if stages > segments:
         chunked = mesh is not None and stages > mesh.degree("pp")
+        pinned = "stages" if mesh is None or wanted == stages else "schedule" if chunked else "mesh"
         raise ValueError(
-            f"{'schedule' if chunked else 'mesh' if mesh else 'stages'}: {stages} stages need {stages} segments, but "
-            f"the model has {segments}: {', '.join(request.names)}; have fewer pipeline ranks"
+            f"{pinned}: {stages} stages need {stages} segments, but the model has {segments}: "
+            f"{', '.join(request.names)}; have fewer pipeline ranks"
             + (f", or fewer stages on each than {plan_text.schedule(request.schedules[0])}" if chunked else "")
         )
