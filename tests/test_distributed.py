@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import random
-from typing import Any
+import threading
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from autopart.ir.traffic import sent_bytes
-from autopart.runtime.distributed import join
+from autopart.runtime.distributed import _Outbox, join
 from autopart.runtime.local import run_ranks
 from autopart.runtime.transport import Transport
 from tests.launch import launch
@@ -201,6 +204,17 @@ def test_messages(outcomes: list[dict[str, Any]]) -> None:
         assert scalar.item() == before
         assert out["shuffled"] == {peer: [100 * peer + i for i in range(20)] for peer in WHOLE if peer != rank}
     assert [out["large"] for out in outcomes] == [(2.0, 2.0), (1.0, 1.0), (0.0, 0.0)]
+
+
+def test_a_process_ends_after_its_sends_or_some_seconds() -> None:
+    outbox, taken = _Outbox(waits=True), threading.Event()
+    outbox.post(cast(dist.Work, SimpleNamespace(wait=taken.wait)), torch.ones(1))
+    outbox.settle(0.05)
+    assert not taken.is_set()
+    threading.Timer(0.1, taken.set).start()
+    outbox.settle(60.0)
+    assert taken.is_set()
+    outbox.flush()
 
 
 def test_bytes_are_counted_by_the_rule(outcomes: list[dict[str, Any]]) -> None:

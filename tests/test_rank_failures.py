@@ -34,14 +34,6 @@ def step(world, batch):
     print(f"began at {time.time()}", flush=True)
     return steps(world, batch)
 """
-BEGIN = """
-
-def step(world, batch):
-    import time
-
-    print(f"began at {time.time()}", flush=True)
-    return steps(world, batch)
-"""
 LINE = "return nn.functional.mse_loss(self.layers(x), y)"
 
 

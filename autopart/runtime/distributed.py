@@ -8,6 +8,7 @@ import functools
 import os
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -17,6 +18,9 @@ import torch.distributed as dist
 from autopart.errors import RankFailure
 from autopart.runtime.transport import Pending, Traffic, check_asked, check_group, check_peer, check_pieces, payload
 from autopart.runtime.watch import Watch
+
+LINGER = 5.0
+"""Seconds that a process waits at its end for sends that nobody may take any more: its peers end within that."""
 
 _ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -271,6 +275,8 @@ class _Outbox:
         self._error: RuntimeError | None = None
         if waits:
             threading.Thread(target=self._drain, name="autopart sends", daemon=True).start()
+            # An interpreter that ends while the thread is on its way back from gloo ends in an abort.
+            atexit.register(self.settle, LINGER)
 
     def post(self, work: dist.Work | None, tensor: torch.Tensor) -> None:
         """Keep the tensor until the work is done."""
@@ -288,6 +294,12 @@ class _Outbox:
             _wait(work)
         self._posted.clear()
         self._check()
+
+    def settle(self, seconds: float) -> None:
+        """Return when all is done or has failed, as it has once the receiver is gone, or after some seconds."""
+        end = time.monotonic() + seconds
+        while self._queue.unfinished_tasks and time.monotonic() < end:
+            time.sleep(0.01)
 
     def _check(self) -> None:
         if self._error is not None:
