@@ -125,13 +125,20 @@ FOUR = [
     ("gpt", {"mesh": {"pp": 2, "dp": 2}, "placement": "fsdp", "microbatches": 2}, "adamw", "direct"),
     ("gpt", {"mesh": {"pp": 4}, "microbatches": 5}, "sgd", "direct"),
     ("half_frozen", {"mesh": {"pp": 2, "dp": 2}, "placement": "zero1", "microbatches": 3}, "adamw", "direct"),
+    ("mlp", {"mesh": {"pp": 4}, "schedule": "zb-h1", "microbatches": 5}, "adamw", "direct"),
+]
+LARGE = [
     ("llama", {"mesh": {"dp": 4}, "placement": "ddp"}, "adamw", "direct"),
+    ("gpt", {"mesh": {"pp": 4}, "schedule": "zb-v", "microbatches": 4}, "sgd", "direct"),
 ]
 
 
-@pytest.mark.parametrize("cases", [TWO, FOUR], ids=["2 ranks", "4 ranks"])
+@pytest.mark.parametrize(
+    ("count", "cases"),
+    [(2, TWO), (4, FOUR), pytest.param(4, LARGE, marks=pytest.mark.soak)],
+    ids=["2 ranks", "4 ranks", "4 ranks, large"],
+)
 @pytest.mark.timeout(400)
-def test_gloo_processes(cases: list[tuple[Any, ...]]) -> None:
-    count = 2 if cases is TWO else 4
+def test_gloo_processes(count: int, cases: list[tuple[Any, ...]]) -> None:
     result = launch(gloo_cases, count, args=(cases,), timeout=360)
     assert result.values == (len(cases),) * count
