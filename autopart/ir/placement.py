@@ -164,7 +164,7 @@ class Placement:
 
     def on(self, axis: str) -> Modes:
         """The modes on an axis (all replicated where nothing is said)."""
-        return dict(self.axes).get(axis, Modes())
+        return next((modes for name, modes in self.axes if name == axis), None) or Modes()
 
     def over(self, inner: Placement) -> Placement:
         """This placement with `inner` nested inside: what `inner` leaves on a device is what this one sees as whole.

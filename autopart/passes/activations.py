@@ -109,7 +109,9 @@ def _kept(staged: Staged, stages: Sequence[int], batch: int, whole: bool) -> Kep
     def perform(stage: int, kind: Kind) -> None:
         keeps: dict[str, list[Storage]] = {}
         for segment, phase in staged.phases(stage, kind):
-            local = known.setdefault(id(phase.function), _Local.of(phase.function))
+            if id(phase.function) not in known:
+                known[id(phase.function)] = _Local.of(phase.function)
+            local = known[id(phase.function)]
             keeps[segment.name] = _phase(f"{segment.name} {kind}", phase, local, saved.get(segment.name, ()), at, batch)
         if kind is Kind.F:
             saved.update(keeps)
