@@ -10,7 +10,7 @@ from autopart.codegen.functions import function
 from autopart.codegen.layout import layout
 from autopart.codegen.parsed import PROLOGUE
 from autopart.codegen.step import edges, prologue_inputs, step
-from autopart.ir.action import Scheduled
+from autopart.ir.action import Scheduled, stages_of
 from autopart.ir.plan import Plan
 from autopart.ir.staged import Staged
 
@@ -22,12 +22,14 @@ def sources(staged: Staged, scheduled: Scheduled, plan: Plan) -> Iterator[str]:
         column = plan.mesh.coordinate(rank).get("pp", 0)
         if column not in known:
             known[column] = code(staged, scheduled, plan, column)
-        yield _joined(_header(staged, scheduled, plan, rank, _held(scheduled, column))) + known[column]
+        yield (
+            _joined(_header(staged, scheduled, plan, rank, stages_of(scheduled.schedule.place, column))) + known[column]
+        )
 
 
 def code(staged: Staged, scheduled: Scheduled, plan: Plan, column: int) -> str:
     """What follows the header in the source of the ranks at place `column` on pp."""
-    degree, held = plan.mesh.degree("dp"), _held(scheduled, column)
+    degree, held = plan.mesh.degree("dp"), stages_of(scheduled.schedule.place, column)
     homes = staged.state.homes()
     layouts = {s: [layout(x, staged.segmented, homes, staged.kinds(s)) for x in staged.stages[s]] for s in held}
     text = bodies(item for s in held for item in layouts[s])
@@ -40,10 +42,6 @@ def code(staged: Staged, scheduled: Scheduled, plan: Plan, column: int) -> str:
             lines += stage_text.function_of(staged, s, kind, layouts[s], text.names, degree, completed, last)
     lines += step(staged, scheduled, column, degree, local=local)
     return _joined(lines)
-
-
-def _held(scheduled: Scheduled, column: int) -> tuple[int, ...]:
-    return tuple(stage for stage, at in enumerate(scheduled.schedule.place) if at == column)
 
 
 def _joined(lines: Sequence[str]) -> str:

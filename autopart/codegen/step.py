@@ -18,7 +18,7 @@ from autopart.codegen.stages import (
     stores_of,
     takes_tangents,
 )
-from autopart.ir.action import COMPUTE, Action, Kind, Scheduled
+from autopart.ir.action import COMPUTE, Action, Kind, Scheduled, stages_of
 from autopart.ir.graph import Output, Size, Value
 from autopart.ir.staged import Staged, averaged
 from autopart.ir.state import Unit
@@ -32,7 +32,7 @@ def step(staged: Staged, scheduled: Scheduled, column: int, degree: int, *, loca
     yields its outputs, is sent their gradients, and goes on.
     """
     place, row = scheduled.schedule.place, scheduled.table[column]
-    stages = [stage for stage, at in enumerate(place) if at == column]
+    stages = stages_of(place, column)
     units = [unit for unit in staged.state.units if column in unit.columns]
     lines = ["", "", "def step(world, batch):", f'    """{_phases(row)}"""']
     lines += _prologue(staged, stages, local and degree > 1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -33,6 +33,9 @@ class Kind(StrEnum):
 
 ENDS = frozenset({Kind.B, Kind.W})
 """What ends the backward of a microbatch on a stage: its gradients are complete then, and what it kept is free."""
+
+SHARED = frozenset({Kind.S, Kind.T})
+"""What all ranks perform together."""
 
 COMPUTE = frozenset({Kind.F, Kind.B, Kind.I, Kind.W, Kind.R, Kind.PAIR, Kind.S, Kind.T})
 
@@ -105,6 +108,11 @@ class Action:
             int(peer) if peer else -1,
             unit or "",
         )
+
+
+def stages_of(place: Sequence[int], rank: int) -> tuple[int, ...]:
+    """The stages that a pp rank holds, given the rank of each."""
+    return tuple(stage for stage, at in enumerate(place) if at == rank)
 
 
 class Weights(StrEnum):

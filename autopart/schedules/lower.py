@@ -15,16 +15,13 @@ from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from operator import itemgetter
 
-from autopart.ir.action import Action, Kind, Schedule, Scheduled
+from autopart.ir.action import SHARED, Action, Kind, Schedule, Scheduled
 from autopart.schedules.dependencies import Edges, Needs, chain, dependencies
 from autopart.schedules.timing import run_time
 from autopart.schedules.validate import examine, unit_cost
 
 MADE = frozenset({Kind.F, Kind.B, Kind.I})
 """The actions between which values travel by SEND and RECV."""
-
-SHARED = frozenset({Kind.S, Kind.T})
-"""The actions whose values come from an exchange between all ranks."""
 
 Slotted = tuple[int, Action]
 """A SEND or RECV, and the step of the row before which it must stand."""

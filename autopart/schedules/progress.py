@@ -21,7 +21,7 @@ from itertools import pairwise, zip_longest
 from typing import TYPE_CHECKING, TypeAlias
 
 from autopart.errors import VerificationError
-from autopart.ir.action import Action, Kind
+from autopart.ir.action import SHARED, Action, Kind
 from autopart.schedules.text import grid
 
 if TYPE_CHECKING:
@@ -30,9 +30,6 @@ if TYPE_CHECKING:
 MODELS = ("dirfifo", "pairfifo", "block")
 
 TRANSFERS = frozenset({Kind.SEND, Kind.RECV})
-
-SHARED = frozenset({Kind.S, Kind.T})
-"""What all ranks perform together, beside the transfers of pairs."""
 
 Rows = Sequence[Sequence[Action]]
 Position = tuple[int, int]
