@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from autopart.runtime.distributed import join
+from autopart.runtime.watch import _Links
 from tests.launch import Result, free_port, launch
 
 LIMIT = 10.0  # seconds from the failure to the end of every process
@@ -29,6 +30,8 @@ def body(case: str) -> str:
     """One rank of three; the others wait in a receive, a collective or plain computing when it happens."""
     if case == "rank 1":
         dist.init_process_group("gloo")
+    if case.startswith("late ") and os.environ["RANK"] == "2":
+        watch_late()
     transport = join()
     transport.all_reduce(torch.ones(1), (0, 1, 2))
     culprit = {"rank 0": 0, "rank 1": 1, "kill rank 0": 0, "kill rank 2": 2}.get(case)
@@ -40,8 +43,8 @@ def body(case: str) -> str:
         if case == "rank 1":
             transport.fail(ValueError("the planted fault"))
         raise ValueError("the planted fault")
-    if case.startswith("early "):
-        return leave_early(transport.rank, Path(case.removeprefix("early ")))
+    if case.startswith(("early ", "late ")):
+        return leave_early(transport.rank, Path(case.split(" ", 1)[1]))
     if transport.rank == (culprit + 1) % 3:
         transport.recv((4,), torch.float32, culprit)
     elif case == "rank 1":
@@ -49,6 +52,17 @@ def body(case: str) -> str:
     else:
         time.sleep(BUSY)
     return "not reached"
+
+
+def watch_late() -> None:
+    """Let this rank come to watch the others only when they may have left already, as on a busy machine."""
+    connect = _Links._connect
+
+    def late(links: _Links) -> None:
+        time.sleep(1.0)
+        connect(links)
+
+    _Links._connect = late  # type: ignore[method-assign]
 
 
 def leave_early(rank: int, note: Path) -> str:
@@ -101,8 +115,9 @@ def test_a_rank_that_is_killed(culprit: int) -> None:
             assert "Traceback" not in output, result
 
 
-def test_a_rank_that_is_done_early_harms_nobody(tmp_path: Path) -> None:
-    result = launch(body, 3, [f"early {tmp_path / 'process'}"], timeout=40)
+@pytest.mark.parametrize("case", ["early", "late"])
+def test_a_rank_that_is_done_early_harms_nobody(case: str, tmp_path: Path) -> None:
+    result = launch(body, 3, [f"{case} {tmp_path / 'process'}"], timeout=40)
     assert result.values == ("left", "sent", "got 3")
     assert not any(result.outputs), result
 

@@ -27,7 +27,8 @@ import torch.distributed as dist
 
 _POLL = 0.5  # seconds between two looks at the store
 _SETTLE = 3.0  # seconds that a broken connection waits for its root cause to arrive
-_LINGER = 3.0  # seconds that the store's host stays for the others to read it
+_LINGER = 3.0  # seconds that the store's host stays for the others to read the cause of a failure there
+_FAREWELL = 10.0  # seconds that it stays, having done its part, for the others to notice that it leaves
 _LAST = 8.0  # seconds from a failure to the end of the process, whatever hangs
 _GOODBYE = b"."
 _FAILURE, _DONE = "autopart/failure", "autopart/done"  # keys in the store
@@ -171,11 +172,12 @@ class Watch:
         self._stopping.set()
         self._links.wake()
         self._thread.join(timeout=_LINGER)
-        if self._cause() is None:
+        leaving = self._cause() is None
+        if leaving:
             with contextlib.suppress(RuntimeError):
                 self._store.set(f"{_LEFT}/{self.rank}", "")
             self._links.say_goodbye()
-        self._linger()
+        self._linger(leaving=leaving)
 
     def _count(self) -> None:
         """Tell the store's host that this rank needs the store no more."""
@@ -184,13 +186,20 @@ class Watch:
             with contextlib.suppress(RuntimeError):
                 self._store.add(_DONE, 1)
 
-    def _linger(self) -> None:
-        """Stay, if this process hosts the store, until the others need it no more, but not for long."""
+    def _linger(self, *, leaving: bool = False) -> None:
+        """Stay, if this process hosts the store, until the others need it no more, but not for long.
+
+        One that is `leaving` says goodbye to those who come to watch only now: their thread had no turn before.
+        """
         self._count()
-        until = time.monotonic() + _LINGER
+        until = time.monotonic() + (_FAREWELL if leaving else _LINGER)
         if self._hosted and self.rank == 0:
             while self._store.add(_DONE, 0) < self.size and time.monotonic() < until:
                 time.sleep(0.02)
+                if leaving:
+                    self._links.say_goodbye()
+                    leaving = self._cause() is None
+                    until = until if leaving else min(until, time.monotonic() + _LINGER)
 
 
 class _Links:
@@ -211,7 +220,7 @@ class _Links:
         self._waker, woken = socket.socketpair()
         self._selector.register(woken, selectors.EVENT_READ, None)
         self._sockets = [self._waker, woken]
-        self._accepted: list[socket.socket] = []
+        self._untold: list[socket.socket] = []
         self._listener: socket.socket | None = None
         with contextlib.suppress(OSError):
             family, address = _own_address()
@@ -240,18 +249,18 @@ class _Links:
         self._waker.send(b"x")
 
     def say_goodbye(self) -> None:
-        """Tell those who watch this rank that it is about to end as it should."""
+        """Tell those who watch this rank, and have not been told, that it is about to end as it should."""
         self._accept()
-        for peer in self._accepted:
+        while self._untold:
             with contextlib.suppress(OSError):
-                peer.sendall(_GOODBYE)
+                self._untold.pop().sendall(_GOODBYE)
 
     def _accept(self) -> None:
         with contextlib.suppress(OSError):
             while self._listener is not None:
                 peer, _ = self._listener.accept()
                 peer.sendall(self._token.encode())
-                self._accepted.append(peer)
+                self._untold.append(peer)
                 self._sockets.append(peer)
 
     def _connect(self) -> None:
