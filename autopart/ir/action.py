@@ -67,6 +67,10 @@ class Action:
         if bool(self.members) != (self.kind is Kind.PAIR):
             raise ValueError(f"a {self.kind} with the members {self.members}: a PAIR has two, nothing else has any")
 
+    def __hash__(self) -> int:
+        # Of what tells nearly all actions of a table apart: tables are looked up in action by action.
+        return hash((self.kind, self.stage, self.microbatch, self.slice, self.pipe))
+
     @classmethod
     def pair(cls, forward: Action, backward: Action) -> Action:
         """The two as one action."""

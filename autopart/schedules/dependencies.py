@@ -7,9 +7,8 @@ either of them needs.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
 
-from autopart.ir.action import Action, Kind, Schedule, Weights
+from autopart.ir.action import ENDS, Action, Kind, Schedule, Weights
 
 Edges = frozenset[tuple[int, int]]
 """(source stage, target stage) pairs over which values flow: outputs if source < target, else gradients."""
@@ -36,7 +35,7 @@ def dependencies(schedule: Schedule, edges: Edges | None = None) -> Needs:
     in which every stage and microbatch has what `validate` asks for.
     """
     rules = _Rules(schedule, chain(schedule.stages) if edges is None else edges)
-    return {action: tuple(rules.needs(action)) for action in schedule.parts()}
+    return {action: rules.needs(action) for action in schedule.parts()}
 
 
 def batch_size(schedule: Schedule) -> int:
@@ -49,76 +48,80 @@ class _Rules:
     """The rules of one schedule: the actions that one action waits for."""
 
     def __init__(self, schedule: Schedule, edges: Edges) -> None:
-        stages = range(schedule.stages)
         self.schedule, self.batch = schedule, batch_size(schedule)
+        self.changing = schedule.weights is not Weights.SYNC
+        self.stages = stages = range(schedule.stages)
         self.feeders = [sorted(a for a, b in edges if b == stage and a < stage) for stage in stages]
         self.givers = [sorted(a for a, b in edges if b == stage and a > stage) for stage in stages]
+        self.rules = {
+            Kind.F: self._forward,
+            Kind.B: self._backward,
+            Kind.I: self._backward,
+            Kind.W: self._weights,
+            Kind.S: self._logits,
+            Kind.T: self._rest,
+            Kind.OPT: self._step,
+        }
         self.known: dict[tuple[Kind, int, int, int, int], Action] = {}
         self.ended: dict[tuple[int, int], list[Action]] = defaultdict(list)
         for a in schedule.parts():
             self.known[a.kind, a.stage, a.microbatch, a.slice, a.pipe] = a
-            if schedule.weights is not Weights.SYNC and a.kind in (Kind.B, Kind.W):
+            if self.changing and a.kind in ENDS:
                 self.ended[a.stage, a.microbatch // self.batch].append(a)
 
-    def needs(self, action: Action) -> Iterator[Action]:
+    def needs(self, action: Action) -> tuple[Action, ...]:
         """What an action waits for."""
-        match action.kind:
-            case Kind.F:
-                yield from self._forward(action)
-            case Kind.B | Kind.I:
-                yield from self._backward(action)
-            case Kind.W:
-                yield self._find(Kind.I, action)
-            case Kind.S:
-                yield self._find(Kind.F, action, stage=self.schedule.stages - 1)
-            case Kind.T:
-                yield from self._everywhere(Kind.S, action)
-            case Kind.OPT:
-                yield from self.ended[action.stage, action.microbatch]
-                if action.microbatch:
-                    yield Action(Kind.OPT, action.stage, action.microbatch - 1)
-            case _:
-                raise ValueError(f"schedule {self.schedule.name!r}: {action} is not one of F, B, I, W, S, T and OPT")
-        if self.schedule.weights is not Weights.SYNC and action.kind in (Kind.B, Kind.W):
-            yield from self._update(action, 1)
+        rule = self.rules.get(action.kind)
+        if rule is None:
+            raise ValueError(f"schedule {self.schedule.name!r}: {action} is not one of F, B, I, W, S, T and OPT")
+        found = rule(action)
+        if self.changing and action.kind in ENDS:
+            found += self._update(action, 1)
+        return tuple(found)
 
-    def _forward(self, action: Action) -> Iterator[Action]:
-        for feeder in self.feeders[action.stage]:
-            yield self._find(Kind.F, action, stage=feeder)
+    def _forward(self, action: Action) -> list[Action]:
+        found = [self._find(Kind.F, action, feeder, action.slice) for feeder in self.feeders[action.stage]]
         if action.slice:
-            yield self._find(Kind.F, action, piece=action.slice - 1)
+            found.append(self._find(Kind.F, action, action.stage, action.slice - 1))
         if self.schedule.weights is Weights.DOUBLE:
-            yield from self._update(action, 2)
+            found += self._update(action, 2)
+        return found
 
-    def _backward(self, action: Action) -> Iterator[Action]:
-        yield self._find(Kind.F, action)
-        for giver in self.givers[action.stage]:
-            yield self._gradient(action, giver, action.slice)
+    def _backward(self, action: Action) -> list[Action]:
+        found = [self._find(Kind.F, action, action.stage, action.slice)]
+        found += [self._gradient(action, giver, action.slice) for giver in self.givers[action.stage]]
         if action.slice + 1 < self.schedule.slices:
-            yield self._gradient(action, action.stage, action.slice + 1)
-        if self.schedule.barriers and action.stage == self.schedule.stages - 1:
-            yield from self._everywhere(Kind.S if self.schedule.barriers == 1 else Kind.T, action)
+            found.append(self._gradient(action, action.stage, action.slice + 1))
+        if self.schedule.barriers and action.stage == self.stages[-1]:
+            found += self._everywhere(Kind.S if self.schedule.barriers == 1 else Kind.T, action)
+        return found
 
-    def _update(self, action: Action, back: int) -> Iterator[Action]:
+    def _weights(self, action: Action) -> list[Action]:
+        return [self._find(Kind.I, action, action.stage, action.slice)]
+
+    def _logits(self, action: Action) -> list[Action]:
+        return [self._find(Kind.F, action, self.stages[-1], action.slice)]
+
+    def _rest(self, action: Action) -> list[Action]:
+        return self._everywhere(Kind.S, action)
+
+    def _step(self, action: Action) -> list[Action]:
+        before = [Action(Kind.OPT, action.stage, action.microbatch - 1)] if action.microbatch else []
+        return self.ended[action.stage, action.microbatch] + before
+
+    def _update(self, action: Action, back: int) -> list[Action]:
         """The OPT that comes `back` batches before that of the action's own batch, if there is one."""
         number = action.microbatch // self.batch - back
-        if number >= 0:
-            yield Action(Kind.OPT, action.stage, number)
+        return [Action(Kind.OPT, action.stage, number)] if number >= 0 else []
 
-    def _everywhere(self, kind: Kind, action: Action) -> Iterator[Action]:
-        return (self._find(kind, action, stage=stage) for stage in range(self.schedule.stages))
+    def _everywhere(self, kind: Kind, action: Action) -> list[Action]:
+        return [self._find(kind, action, stage, action.slice) for stage in self.stages]
 
     def _gradient(self, action: Action, stage: int, piece: int) -> Action:
-        key = (stage, action.microbatch, piece, action.pipe)
-        return self.known.get((Kind.B, *key)) or self._find(Kind.I, action, stage=stage, piece=piece)
+        key = (Kind.B, stage, action.microbatch, piece, action.pipe)
+        return self.known.get(key) or self._find(Kind.I, action, stage, piece)
 
-    def _find(self, kind: Kind, action: Action, *, stage: int | None = None, piece: int | None = None) -> Action:
-        """The action of the same microbatch and pipe, and of the same stage and slice unless others are given."""
-        key = (
-            kind,
-            action.stage if stage is None else stage,
-            action.microbatch,
-            action.slice if piece is None else piece,
-            action.pipe,
-        )
+    def _find(self, kind: Kind, action: Action, stage: int, piece: int) -> Action:
+        """The action of the same microbatch and pipe at a stage and slice."""
+        key = (kind, stage, action.microbatch, piece, action.pipe)
         return self.known.get(key) or Action(*key)

@@ -12,16 +12,22 @@ rewrite (1f1b, rank 1 of 2):  1F0 1B0 1F1 1B1  -->  1RECV0>0 1F0 1B0 1RECV1>0 1S
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from operator import itemgetter
 
 from autopart.ir.action import SHARED, Action, Kind, Schedule, Scheduled
 from autopart.schedules.dependencies import Edges, Needs, chain, dependencies
 from autopart.schedules.timing import run_time
-from autopart.schedules.validate import examine, unit_cost
+from autopart.schedules.validate import Position, Where, examine, unit_cost
 
 MADE = frozenset({Kind.F, Kind.B, Kind.I})
 """The actions between which values travel by SEND and RECV."""
+
+Ends = Sequence[Sequence[float]]
+"""When each action ends, row by row."""
+
+Crossing = tuple[Action, Position, Action, Position]
+"""A value that passes between two ranks: what makes it and where that stands, what takes it and where that stands."""
 
 Slotted = tuple[int, Action]
 """A SEND or RECV, and the step of the row before which it must stand."""
@@ -40,32 +46,26 @@ def lower(schedule: Schedule, edges: Edges) -> Scheduled:
     for source, target in sorted(edges):
         if source == target or not {source, target} <= set(range(schedule.stages)):
             raise ValueError(f"edges: ({source}, {target}) does not join two of the stages 0 to {schedule.stages - 1}")
-    needs, intervals = examine(schedule)
+    where, needs, intervals = examine(schedule)
     if edges != chain(schedule.stages):
         needs = dependencies(schedule, edges)
         intervals = run_time(schedule.table, needs, cost=unit_cost)
-    ends = {
-        part: end
-        for row, times in zip(schedule.table, intervals, strict=True)
-        for action, (_, end) in zip(row, times, strict=True)
-        for part in action.parts
-    }
-    step = {part: number for row in schedule.table for number, action in enumerate(row) for part in action.parts}
-    waits = [_waits(row, needs, ends) if schedule.barriers else [] for row in schedule.table]
+    ends = [[end for _, end in times] for times in intervals]
+    waits = [_waits(row, needs, where, ends) if schedule.barriers else [] for row in schedule.table]
     transfers: list[list[Slotted]] = [[] for _ in schedule.table]
-    for producer, consumer in _crossings(schedule, needs, ends):
-        source, target = schedule.rank(producer), schedule.rank(consumer)
+    for producer, (source, made), consumer, (target, slot) in _crossings(needs, where, ends):
         which = (producer.microbatch, producer.slice, producer.pipe)
         send = Action(Kind.SEND, producer.stage, *which, peer=consumer.stage)
         receive = Action(Kind.RECV, consumer.stage, *which, peer=producer.stage)
-        transfers[source].append((step[producer] + 1, send))
-        held = bisect_right(waits[target], ends[producer], key=itemgetter(1))
-        slots = [step[consumer], *(at for at, _ in waits[target][held : held + 1])]
-        transfers[target].append((min(slots), receive))
+        transfers[source].append((made + 1, send))
+        if waits[target]:
+            held = bisect_right(waits[target], ends[source][made], key=itemgetter(1))
+            slot = min([slot, *(at for at, _ in waits[target][held : held + 1])])
+        transfers[target].append((slot, receive))
     return Scheduled(schedule, tuple(map(_merge, schedule.table, transfers)))
 
 
-def _waits(row: Sequence[Action], needs: Needs, ends: Mapping[Action, float]) -> list[tuple[int, float]]:
+def _waits(row: Sequence[Action], needs: Needs, where: Where, ends: Ends) -> list[tuple[int, float]]:
     """The steps of a row that wait for an exchange of S or T, and until when, each later than those before.
 
     A message made by then must not be taken after them: its sender may be what they wait for.
@@ -73,36 +73,37 @@ def _waits(row: Sequence[Action], needs: Needs, ends: Mapping[Action, float]) ->
     found: list[tuple[int, float]] = []
     for step, action in enumerate(row):
         wanted = [
-            need
+            where[need]
             for part in action.parts
             for need in needs[part]
             if (part.kind in SHARED or need.kind in SHARED) and need.stage != part.stage
         ]
-        until = max((ends[need] for need in wanted), default=0.0)
+        until = max((ends[rank][at] for rank, at in wanted), default=0.0)
         if wanted and (not found or until > found[-1][1]):
             found.append((step, until))
     return found
 
 
-def _crossings(schedule: Schedule, needs: Needs, ends: Mapping[Action, float]) -> list[tuple[Action, Action]]:
-    """The (producer, consumer) of every value that passes between two ranks, in the one order of all transfers."""
+def _crossings(needs: Needs, where: Where, ends: Ends) -> list[Crossing]:
+    """Every value that passes between two ranks, in the one order of all transfers."""
 
-    def order(crossing: tuple[Action, Action]) -> tuple[float, bool, int, int]:
+    def order(crossing: Crossing) -> tuple[float, bool, int, int]:
         # At equal times downstream ranks come first where values flow forward, upstream ones where gradients flow back:
         # a rank then passes on its own value before it takes the next one.
-        source, target = crossing[0].stage, crossing[1].stage
-        backward = target < source
-        return (ends[crossing[0]], backward, *((source, -target) if backward else (-source, target)))
+        producer, (rank, step), consumer, _ = crossing
+        source, target = producer.stage, consumer.stage
+        return (
+            (ends[rank][step], True, source, -target) if target < source else (ends[rank][step], False, -source, target)
+        )
 
-    return sorted(
-        (
-            (need, action)
-            for action, wanted in needs.items()
-            for need in wanted
-            if need.kind in MADE and action.kind in MADE and schedule.rank(need) != schedule.rank(action)
-        ),
-        key=order,
-    )
+    found = []
+    for action, wanted in needs.items():
+        if action.kind in MADE:
+            here = where[action]
+            for need in wanted:
+                if need.kind in MADE and (there := where[need])[0] != here[0]:
+                    found.append((need, there, action, here))
+    return sorted(found, key=order)
 
 
 def _merge(row: Sequence[Action], transfers: Sequence[Slotted]) -> tuple[Action, ...]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from autopart.ir.action import Action
 
@@ -46,29 +47,32 @@ def run_time(
     home = [rank for rank, row in enumerate(rows) for action in row for _ in action.parts]
     number = {part: place for place, part in enumerate(parts)}
     wanted: list[list[int]] = [[] for _ in parts]
+    missing = []
     for place, part in enumerate(parts):
-        for need in needs[part]:
-            if need in number:
-                wanted[number[need]].append(place)
-    missing = [len(needs[part]) for part in parts]
+        needed = needs[part]
+        missing.append(len(needed))
+        for need in needed:
+            maker = number.get(need)
+            if maker is not None:
+                wanted[maker].append(place)
     ready = [0.0] * len(parts)
     held: dict[tuple[int, int], float] = {}
     intervals: list[list[Interval]] = [[] for _ in rows]
-    next_part = [home.index(rank) if rank in home else 0 for rank in range(len(rows))]
+    next_part = [0, *accumulate(sum(len(action.parts) for action in row) for row in rows)]
     runnable = list(range(len(rows)))
     while runnable:
         rank = runnable.pop()
         row, done = rows[rank], intervals[rank]
         while len(done) < len(row):
             action, first = row[len(done)], next_part[rank]
-            members = range(first, first + len(action.parts))
-            if any(missing[member] for member in members):
+            last = first + len(action.parts)
+            if any(missing[first:last]):
                 break
-            start = max(done[-1][1] if done else 0, *(ready[member] for member in members))
+            start = max(done[-1][1] if done else 0, *ready[first:last])
             end = start + cost(action)
             done.append((start, end))
-            next_part[rank] = members.stop
-            for member in members:
+            next_part[rank] = last
+            for member in range(first, last):
                 for after in wanted[member]:
                     peer, arrival = home[after], end
                     if peer != rank:
@@ -77,7 +81,9 @@ def run_time(
                             arrival = max(end, held.get((rank, peer), 0)) + over.transfer
                             held[rank, peer] = arrival
                         arrival += over.latency
-                        runnable.append(peer)
                     missing[after] -= 1
-                    ready[after] = max(ready[after], arrival)
+                    if arrival > ready[after]:
+                        ready[after] = arrival
+                    if peer != rank and not missing[after]:
+                        runnable.append(peer)
     return intervals

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import product
 
-from autopart.ir.action import Action, Kind, Schedule, Weights
+from autopart.ir.action import SHARED, Action, Kind, Schedule, Weights
 from autopart.schedules.dependencies import Needs, dependencies
 from autopart.schedules.text import grid
 from autopart.schedules.timing import Interval, run_time
@@ -35,16 +35,15 @@ def validate(schedule: Schedule) -> None:
     examine(schedule)
 
 
-def examine(schedule: Schedule) -> tuple[Needs, list[list[Interval]]]:
-    """What `validate` found on its way: what each action needs, and when it runs at unit costs, row by row."""
+def examine(schedule: Schedule) -> tuple[Where, Needs, list[list[Interval]]]:
+    """What `validate` found on its way: where each action stands, what it needs, and when it runs at unit costs."""
     _check_settings(schedule)
     where = _positions(schedule)
     _check_complete(schedule, where)
     needs = dependencies(schedule)
-    _check_local_order(schedule, where, needs)
     intervals = run_time(schedule.table, needs, cost=unit_cost)
-    _check_terminates(schedule, needs, intervals)
-    return needs, intervals
+    _check_ends(schedule, where, needs, intervals)
+    return where, needs, intervals
 
 
 def unit_cost(action: Action) -> float:
@@ -100,8 +99,7 @@ def _positions(schedule: Schedule) -> dict[Action, Position]:
 
 def _fault(schedule: Schedule, rank: int, action: Action) -> str:
     """What is wrong with an action by itself, or nothing."""
-    bare = (action.peer, action.unit, action.members) == (-1, "", ())
-    if action.kind not in UNIT or not bare:
+    if action.kind not in UNIT or action.peer != -1 or action.unit or action.members:
         return "is not one of F, B, I, W, S, T and OPT, or a PAIR of an F and a B"
     if not 0 <= action.stage < schedule.stages:
         return f"names stage {action.stage}, but stages are 0 to {schedule.stages - 1}"
@@ -113,7 +111,7 @@ def _fault(schedule: Schedule, rank: int, action: Action) -> str:
         return f"names pipe {action.pipe}, but pipes are 0 to {len(schedule.places) - 1}"
     if schedule.rank(action) != rank:
         return f"is misplaced: stage {action.stage} belongs to rank {schedule.rank(action)}"
-    if action.kind in (Kind.S, Kind.T) and not schedule.barriers:
+    if action.kind in SHARED and not schedule.barriers:
         return "is of an output layer split over the ranks, which this schedule does not have (barriers: 0)"
     if action.kind is Kind.OPT and schedule.weights is Weights.SYNC:
         return "changes the weights inside the table, which needs one of the weights stash, double and current"
@@ -176,9 +174,11 @@ def _check_local_order(schedule: Schedule, where: Where, needs: Needs) -> None:
                 )
 
 
-def _check_terminates(schedule: Schedule, needs: Needs, intervals: list[list[Interval]]) -> None:
+def _check_ends(schedule: Schedule, where: Where, needs: Needs, intervals: list[list[Interval]]) -> None:
+    """Every row ends; of one that does not, because of an order on one rank if there is such a fault."""
     stuck = {(rank, len(done)): "" for rank, done in enumerate(intervals) if len(done) < len(schedule.table[rank])}
     if stuck:
+        _check_local_order(schedule, where, needs)
         rows = zip(schedule.table, intervals, strict=True)
         done = {part for row, ran in rows for action in row[: len(ran)] for part in action.parts}
         waits = "; ".join(_waits(schedule, stuck, done, needs))

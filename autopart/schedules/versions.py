@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from autopart.ir.action import Action, Kind, Schedule, Weights
+from autopart.ir.action import ENDS, Action, Kind, Schedule, Weights
 from autopart.schedules.dependencies import batch_size
 
 
@@ -57,7 +57,7 @@ def staleness(schedule: Schedule) -> tuple[Staleness, ...]:
                     steps += 1
                 elif part.kind is Kind.F:
                     forwards[unit] = steps
-                elif part.kind in (Kind.B, Kind.W):
+                elif part.kind in ENDS:
                     crossed = max(crossed, steps - forwards[unit])
                     live = max(live, len({*forwards.values(), steps}))
                     del forwards[unit]
