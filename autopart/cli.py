@@ -222,9 +222,10 @@ def simulate(
     devices = -(-plan.mesh.size // nodes)
     cluster = None if device is None else autopart.Cluster.preset(device, nodes=nodes, per_node=devices)
     timeline = autopart.simulate(subject, cluster)
-    for file, text in ((svg, timeline.to_svg()), (trace, timeline.to_chrome())):
-        if file is not None:
-            file.write_text(text)
+    if svg is not None:
+        svg.write_text(timeline.to_svg())
+    if trace is not None:
+        trace.write_text(timeline.to_chrome())
     typer.echo(str(timeline))
 
 

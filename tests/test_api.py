@@ -235,7 +235,7 @@ def test_train_step_with_a_loss_function() -> None:
     assert same(model(x), plain(x)), "a call without a target gives the outputs"
 
 
-def test_report_and_sources(tmp_path: Any) -> None:
+def test_report_and_sources(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model, _, batch = pair(mesh={"pp": 2, "dp": 2})
     with pytest.raises(RuntimeError, match="nothing has run"):
         model.report()
@@ -243,6 +243,9 @@ def test_report_and_sources(tmp_path: Any) -> None:
     report = model.report()
     assert report.bytes_sent == report.predicted_bytes and len(report.ranks) == 4
     assert [entry[0] for entry in report.log] == ["0F0", "0F1", "0B0", "0B1"] and "rank" in str(report)
+    with monkeypatch.context() as patched:  # a step is predicted once, for a copy of the module too
+        patched.delattr("autopart.api.delivery.predicted_of")
+        assert model.report() == report == copy.deepcopy(model).report()
     folder = model.program.write(tmp_path / "program")
     assert sorted(p.name for p in folder.iterdir()) == ["actions.json", "plan.json", "program.json"] + [
         f"rank{r}.py" for r in range(4)

@@ -43,6 +43,7 @@ from autopart.runtime.world import World
 from autopart.schedules import make
 from autopart.solver.choose import choose
 from tests.models import GPT, MLP, HalfFrozen
+from tests.test_several_stages import V
 
 
 class Square(nn.Module):
@@ -217,9 +218,7 @@ def test_counted_and_predicted_are_equal(
     check(case(name, mesh, placement, order, microbatches))
 
 
-# Two stages a rank on a V, as a table of one's own: the loss is on rank 0, whose stages are not neighbours.
-V = """0F0,0F1,3F0,3B0,0F2,3F1,3B1,3F2,0B0,3B2,0B1,0B2
-1F0,2F0,1F1,2F1,2B0,1F2,1B0,2F2,2B1,1B1,2B2,1B2"""
+# On the V the loss is on rank 0, whose stages are not neighbours.
 SEVERAL = [
     ("mlp", {"pp": 2}, "ddp", "interleaved", 3),
     ("gpt", {"pp": 2}, "ddp", V, 3),

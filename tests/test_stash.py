@@ -118,6 +118,16 @@ def test_no_set_of_values_is_smaller(seed: int) -> None:
     assert nbytes(body, stash) == least
 
 
+def test_what_reads_a_gradient_that_is_at_hand_is_handed_over() -> None:
+    """W is given it anyway, but runs again only what reads nothing else than I had."""
+    taken = (value("dx", 4), value("x", 4))
+    made = node(aten.mul.Tensor, ["dx", "x"], value("n", 4))
+    forward = Function((value("x", 4),), (), ())
+    body = Body("body", forward, ("x",), Function(taken, (made,), ("n",)))
+    for at_hand, expected, again in ((set(), ("dx", "x"), {"n": made}), ({"dx"}, ("x", "n"), {})):
+        assert Stash(body, [made], at_hand, SAMPLES).least(["dx", "x", "n"]) == (expected, again)
+
+
 def test_the_brute_force_sees_stashes_of_every_kind() -> None:
     """The random cases hand over inputs and results, and run views and pointwise operators again."""
     kinds = set()

@@ -63,7 +63,7 @@ def agree(transport: Transport, kind: Named, call: Call, mesh: Mesh | None, *, h
     samples = None
     if mesh is not None:
         samples = tuple(every[mesh.rank({"dp": part})]["batch size"] for part in range(mesh.degree("dp")))
-    return Agreed(seed, samples, all(known for _, _, known in gathered))
+    return Agreed(seed, samples, all(has for _, _, has in gathered))
 
 
 def alike(transport: Transport | None, made: Named, compiled: Callable[[], Compiled]) -> Compiled:

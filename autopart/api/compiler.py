@@ -143,8 +143,7 @@ def _staged(segmented: Segmented, plan: Plan, state: State | None = None) -> tup
     """recompute, shard, split, schedule and split_backward."""
     staged = split(shard(recompute(segmented, plan.recompute)), plan, state=state)
     lowered = scheduled(staged, plan)
-    largest = pieces(pieces(plan.batch, plan.mesh.degree("dp"))[0], plan.microbatches)[0]
-    return split_backward(staged, lowered.schedule, samples=largest), lowered
+    return split_backward(staged, lowered.schedule, samples=plan.largest), lowered
 
 
 def compile(

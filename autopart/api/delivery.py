@@ -9,7 +9,9 @@ import torch
 
 from autopart import _torch
 from autopart.api.boundary import deferred_outputs, input_gradients
+from autopart.api.compiler import predicted_of
 from autopart.api.step import Step, gradients
+from autopart.ir.plan import Plan
 from autopart.ir.program import Program
 from autopart.runtime import guards
 from autopart.runtime.autograd import Later, Pairs, delivering
@@ -30,12 +32,24 @@ class Delivery:
         self.unreduced = Unreduced()
         self.report: Report | None = None
         self.ran: tuple[Program, tuple[int, ...]] | None = None
+        self._predicted: tuple[Program, tuple[int, ...], Plan] | None = None
 
     def copied(self) -> Delivery:
         """That of a copy of the module, of which nothing waits."""
         made = Delivery()
         made.waiting, made.report, made.ran = self.waiting, self.report, self.ran
+        made._predicted = self._predicted
         return made
+
+    def predicted(self) -> Plan | None:
+        """The plan of what ran, with its predictions for those samples; kept until another step is asked about."""
+        if self.ran is None:
+            return None
+        program, shares = self.ran
+        known = self._predicted
+        if known is None or known[0] is not program or known[1] != shares:
+            known = self._predicted = program, shares, predicted_of(program, shares)
+        return known[2]
 
     @property
     def holds(self) -> bool:

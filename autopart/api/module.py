@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from autopart.api.compiler import predicted_of
 from autopart.api.options import Options
 from autopart.api.plain import check_root_hooks
 from autopart.api.session import Session
@@ -83,10 +82,10 @@ class Parallel(torch.nn.Module):
 
         Raises RuntimeError before the first call.
         """
-        report, ran = self._autopart.delivery.report, self._autopart.delivery.ran
-        if report is None or ran is None:
+        report, predicted = self._autopart.delivery.report, self._autopart.delivery.predicted()
+        if report is None or predicted is None:
             raise RuntimeError("report: nothing has run yet; call the model first")
-        return report.beside(predicted_of(*ran))
+        return report.beside(predicted)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale the gradients so that their norm over the whole model is at most `max_norm`; return it as it was."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from autopart import schedules
 from autopart.cluster import Cluster
 from autopart.ir.plan import Plan
 from autopart.ir.program import Program
 from autopart.passes.costs import costs
-from autopart.schedules import Timeline, placed
+from autopart.passes.schedule import built
+from autopart.schedules import Timeline
 from autopart.solver.timing import action_seconds, timeline
 
 _THIRD = 1 / 3  # of a microbatch's seconds on a stage: for each product of a forward, a backward has two gradients
@@ -30,17 +30,12 @@ def simulate(program_or_plan: Program | Plan, cluster: Cluster | None = None) ->
     if cluster is not None and cluster.devices < plan.mesh.size:
         raise ValueError(f"cluster: {cluster.devices} devices are too few for the mesh {plan.mesh}")
     cluster = cluster or Cluster.preset("cpu", per_node=plan.mesh.size)
-    samples = -(-plan.batch // (plan.mesh.degree("dp") * plan.microbatches))
-    numbers = {cost.name: cost.at(samples) for cost in costs(staged.segmented)}
+    numbers = {cost.name: cost.at(plan.largest) for cost in costs(staged.segmented)}
     stages = [[numbers[segment.name] for segment in stage] for stage in staged.stages[: staged.depth]]
     seconds = [action_seconds(stage, cluster, first=False) for stage in stages]  # the graph knows which I is empty
-    edge = max((edge.nbytes(samples) for edge in staged.edges), default=0)
+    edge = max((edge.nbytes(plan.largest) for edge in staged.edges), default=0)
     delay = cluster.link_latency + edge / cluster.link_bandwidth if edge else 0.0
-    if program_or_plan.captured.training:
-        built = schedules.make(plan.schedule, ranks=plan.mesh.degree("pp"), microbatches=plan.microbatches)
-    else:
-        built = placed.forwards(plan.place, plan.microbatches)
-    return timeline(built, seconds, delay)
+    return timeline(built(plan, training=program_or_plan.captured.training), seconds, delay)
 
 
 def _of_plan(plan: Plan, cluster: Cluster | None) -> Timeline:
@@ -50,6 +45,5 @@ def _of_plan(plan: Plan, cluster: Cluster | None) -> Timeline:
     inner = {"F": _THIRD, "B": 2 * _THIRD, "I": _THIRD, "W": _THIRD}
     first = {**inner, "I": 0.0, "W": inner["B"]}
     parts = [inner if stage else first for stage in range(len(seconds))]
-    built = schedules.make(plan.schedule, ranks=plan.mesh.degree("pp"), microbatches=plan.microbatches)
     shares = [{kind: each * part[kind] for kind in part} for each, part in zip(seconds, parts, strict=True)]
-    return timeline(built, shares)
+    return timeline(built(plan), shares)

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
+from autopart.codegen.bodies import SUFFIX
 from autopart.codegen.parsed import body_names, load
-from autopart.ir.mesh import pieces
+from autopart.ir.action import Kind
 from autopart.ir.program import Program, StageGraphs
 
 
@@ -81,14 +82,13 @@ class _TracedWorld:
 
 def stage_graphs(program: Program) -> tuple[StageGraphs, ...]:
     """The graphs of every stage, at the size of the first microbatch of the plan's batch."""
-    plan = program.plan
-    size = pieces(pieces(plan.batch, plan.mesh.degree("dp"))[0], plan.microbatches)[0]
+    plan, size = program.plan, program.plan.largest
     modules: dict[tuple[str, str], torch.fx.GraphModule] = {}
     stages = []
     for number, stage in enumerate(plan.stages):
         source = program.ranks[stage.ranks[0]].source
-        forward = _trace(program, source, f"stage{number}_forward", size, modules)
-        names = (f"stage{number}_{what}" for what in ("backward", "backward_input", "backward_weight"))
+        forward = _trace(program, source, f"stage{number}_{SUFFIX[Kind.F]}", size, modules)
+        names = (f"stage{number}_{SUFFIX[kind]}" for kind in (Kind.B, Kind.I, Kind.W))
         found = (_trace(program, source, n, size, modules) if f"def {n}(" in source else None for n in names)
         stages.append(StageGraphs(forward, *found))
     return tuple(stages)

@@ -88,7 +88,7 @@ def _copy(staged: Staged, stage: int) -> str:
 
 def _prologue(staged: Staged, held: Sequence[int], local: bool) -> list[str]:
     captured = staged.segmented.captured
-    if not any(stage_text.stage_prologue(staged, s, kind) for s in held for kind in staged.kinds(s)):
+    if not stage_text.reads_prologue(staged, held):
         return []
     formals = [*(["b", "B"] if local else ["B"]), *(name for _, _, name in prologue_inputs(staged))]
     results = ", ".join(item.value.name for item in captured.of_kind("prologue"))

@@ -170,6 +170,11 @@ def stage_prologue(staged: Staged, stage: int, kind: Kind) -> tuple[str, ...]:
     return tuple(dict.fromkeys(read))
 
 
+def reads_prologue(staged: Staged, stages: Sequence[int]) -> bool:
+    """Whether a function of one of the stages reads a prologue value."""
+    return any(stage_prologue(staged, stage, kind) for stage in stages for kind in staged.kinds(stage))
+
+
 def _head(
     staged: Staged,
     name: str,

@@ -10,6 +10,7 @@ from autopart.codegen.bodies import SUFFIX
 from autopart.codegen.functions import call
 from autopart.codegen.roll import Loop, periodic, template
 from autopart.codegen.stages import (
+    reads_prologue,
     stage_edges,
     stage_input_gradients,
     stage_outputs,
@@ -21,7 +22,6 @@ from autopart.codegen.stages import (
 from autopart.ir.action import COMPUTE, Action, Kind, Scheduled, stages_of
 from autopart.ir.graph import Output, Size, Value
 from autopart.ir.staged import Staged, averaged
-from autopart.ir.state import Unit
 
 
 def step(staged: Staged, scheduled: Scheduled, column: int, degree: int, *, local: bool) -> list[str]:
@@ -33,7 +33,7 @@ def step(staged: Staged, scheduled: Scheduled, column: int, degree: int, *, loca
     """
     place, row = scheduled.schedule.place, scheduled.table[column]
     stages = stages_of(place, column)
-    units = [unit for unit in staged.state.units if column in unit.columns]
+    units = staged.state.on(column)
     lines = ["", "", "def step(world, batch):", f'    """{_phases(row)}"""']
     lines += _prologue(staged, stages, local and degree > 1)
     stale = [f'world.regather("{unit.name}", axis="dp")' for unit in units if unit.updated_in_parts(degree)]
@@ -52,7 +52,7 @@ def step(staged: Staged, scheduled: Scheduled, column: int, degree: int, *, loca
         lines += _dict("tangents = yield ", entries)
         row, results = row[first:], []
     lines += _schedule(staged, row)
-    lines += _reductions(staged, scheduled, stages, units, degree)
+    lines += _reductions(staged, scheduled, column, stages, degree)
     lines += _buffers(staged, place, column, degree) if not staged.segmented.captured.deferred else []
     results += [out for out in outputs(staged) if out.kind == "input_grad"]
     made, entries = _results(staged, stages, results)
@@ -100,7 +100,7 @@ def _spec(value: Value) -> str:
 
 
 def _prologue(staged: Staged, stages: Sequence[int], local: bool) -> list[str]:
-    if not any(stage_prologue(staged, s, kind) for s in stages for kind in staged.kinds(s)):
+    if not reads_prologue(staged, stages):
         return []
     names = [item.target for item in staged.segmented.captured.of_kind("prologue")]
     args = ["batch.samples", "batch.size"] if local else ["batch.size"]
@@ -194,13 +194,10 @@ def _compute(staged: Staged, stage: int, kind: Kind, k: str) -> list[str]:
     return call((f"{', '.join(results)} = " if results else "") + f"stage{stage}_{SUFFIX[kind]}", args, "")
 
 
-def _reductions(
-    staged: Staged, scheduled: Scheduled, stages: Sequence[int], units: Sequence[Unit], degree: int
-) -> list[str]:
+def _reductions(staged: Staged, scheduled: Scheduled, column: int, stages: Sequence[int], degree: int) -> list[str]:
     """Wait for the reductions that the backwards began; then gradients of shared parameters meet."""
-    here = {unit.name for unit in units}
-    shared = [unit for unit in staged.trained() if unit.name in here and len(unit.columns) > 1]
-    begun = any(unit.reduced_at_once(degree) for unit in units)
+    shared = staged.shared(column)
+    begun = any(unit.reduced_at_once(degree) for unit in staged.state.on(column))
     begun |= any(staged.completed(stage, degree, scheduled.unfinished(stage)) for stage in stages)
     lines = ["    world.wait()  # until the gradients that are being reduced are there"] if begun else []
     if shared:

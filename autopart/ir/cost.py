@@ -25,6 +25,9 @@ EXPRESSIONS = (
 )
 """The fields of a cost that depend on the microbatch size."""
 
+OPTIMIZER_RATIO = 2.0
+"""Bytes of optimizer state per byte of trainable parameter: AdamW's two moments, in the parameter's dtype."""
+
 
 @lru_cache(maxsize=1)
 def batch_symbol() -> sympy.Symbol:

@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 
 from autopart.ir import plan_text
 from autopart.ir.document import Document
-from autopart.ir.mesh import Mesh
+from autopart.ir.mesh import Mesh, pieces
 from autopart.ir.placement import Placement
 
 VERSION = 1
@@ -128,6 +128,11 @@ class Plan:
         """The stages that are held where a stage is in the first copy, by whichever copy."""
         every = (self.place, *self.mirrors)
         return tuple(s for s in range(len(self.stages)) if any(at[s] == self.place[stage] for at in every))
+
+    @property
+    def largest(self) -> int:
+        """The samples of the largest microbatch of the plan's batch: the first one of the first data rank."""
+        return pieces(pieces(self.batch, self.mesh.degree("dp"))[0], self.microbatches)[0]
 
     @property
     def cuts(self) -> tuple[str, ...]:

@@ -135,10 +135,8 @@ class Segmented:
                 return _forward(segment, body)
             case Kind.B:
                 return _backward(segment, body)
-            case Kind.I:
-                return _input_half(segment, body)
-            case Kind.W:
-                return _weight_half(segment, body)
+            case Kind.I | Kind.W:
+                return _half(segment, body, kind)
             case _:
                 raise AssertionError(f"a segment does nothing in {kind}")
 
@@ -181,33 +179,23 @@ def _backward(segment: Segment, body: Body) -> Phase | None:
     )
 
 
-def _input_half(segment: Segment, body: Body) -> Phase | None:
-    if body.halves is None or body.halves.input is None or segment.halves is None:
+def _half(segment: Segment, body: Body, kind: Kind) -> Phase | None:
+    """I or W; what I stashes for W is what W takes."""
+    halves, first = body.halves, kind is Kind.I
+    if halves is None or segment.halves is None:
         return None
-    half = segment.halves[0]
+    function = halves.input if first else halves.weight
+    if function is None:
+        return None
+    half = segment.halves[0 if first else 1]
     return Phase(
-        function=body.halves.input,
+        function=function,
         takes=half.inputs,
-        kept=body.saved,
+        kept=body.saved if first else halves.stash,
         fixed=half.fixed,
         parameters=half.parameters,
         reads=half.parameters,
         gives=half.outputs,
-        keeps=None if body.halves.weight is None else body.halves.stash,
-    )
-
-
-def _weight_half(segment: Segment, body: Body) -> Phase | None:
-    if body.halves is None or body.halves.weight is None or segment.halves is None:
-        return None
-    half = segment.halves[1]
-    return Phase(
-        function=body.halves.weight,
-        takes=half.inputs,
-        kept=body.halves.stash,
-        fixed=half.fixed,
-        parameters=half.parameters,
-        reads=half.parameters,
-        gives=half.outputs,
-        gradients=segment.gradients,
+        keeps=halves.stash if first and halves.weight is not None else None,
+        gradients=() if first else segment.gradients,
     )

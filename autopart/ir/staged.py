@@ -86,6 +86,10 @@ class Staged:
         graded = {homes[out.target].name for out in self.segmented.captured.outputs if out.kind == "grad"}
         return tuple(unit for unit in self.state.units if unit.trainable and unit.name in graded)
 
+    def shared(self, column: int) -> tuple[Unit, ...]:
+        """The units that get gradients on pp rank `column` and on others, which are added up at the step's end."""
+        return tuple(unit for unit in self.trained() if column in unit.columns and len(unit.columns) > 1)
+
     def completed(self, stage: int, degree: int, unfinished: Collection[int] = ()) -> dict[str, tuple[Unit, ...]]:
         """By segment of a stage, the units whose gradients are complete after the segment's last backward.
 

@@ -127,6 +127,10 @@ class State:
         """The unit of a name."""
         return next(unit for unit in self.units if unit.name == name)
 
+    def on(self, column: int) -> tuple[Unit, ...]:
+        """The units that pp rank `column` holds, in their order."""
+        return tuple(unit for unit in self.units if column in unit.columns)
+
     def homes(self) -> dict[str, Unit]:
         """The unit of every parameter that some segment uses, by the parameter's name."""
         return {parameter.target: unit for unit in self.units for parameter in unit.parameters}

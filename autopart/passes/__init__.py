@@ -1,2 +1,2 @@
-"""The passes, in the order of processing: normalise, segment, recompute, shard, split, schedule, emit,
-verify. One file a pass; the others hold what a pass asks."""
+"""The passes, in the order of processing: normalise, segment, recompute, shard, split, schedule,
+split_backward, emit, verify. One file a pass; the others hold what a pass asks."""

@@ -14,8 +14,10 @@ from math import ceil
 
 import torch
 
+from autopart.codegen.stages import reads_prologue
 from autopart.codegen.step import outputs
-from autopart.ir.action import ENDS, Action, Kind, Scheduled
+from autopart.ir.action import ENDS, Action, Kind, Scheduled, stages_of
+from autopart.ir.cost import OPTIMIZER_RATIO
 from autopart.ir.mesh import pieces
 from autopart.ir.plan import Plan, StageMemory
 from autopart.ir.staged import Staged, averaged
@@ -41,12 +43,9 @@ def with_traffic(plan: Plan, staged: Staged, scheduled: Scheduled, shares: Share
     return replace(plan, prediction=replace(plan.prediction, sent=predict_traffic(staged, scheduled, plan, shares)))
 
 
-def with_memory(
-    plan: Plan, staged: Staged, scheduled: Scheduled, shares: Shares | None = None, *, optimizer_ratio: float = 2.0
-) -> Plan:
+def with_memory(plan: Plan, staged: Staged, scheduled: Scheduled, shares: Shares | None = None) -> Plan:
     """The plan with the memory of its stages counted anew, on the graph instead of a segment at a time."""
-    memory = predict_memory(staged, scheduled, plan, shares, optimizer_ratio=optimizer_ratio)
-    return replace(plan, prediction=replace(plan.prediction, memory=memory))
+    return replace(plan, prediction=replace(plan.prediction, memory=predict_memory(staged, scheduled, plan, shares)))
 
 
 def predict_traffic(staged: Staged, scheduled: Scheduled, plan: Plan, shares: Shares | None = None) -> tuple[Sent, ...]:
@@ -54,34 +53,28 @@ def predict_traffic(staged: Staged, scheduled: Scheduled, plan: Plan, shares: Sh
     mesh, degree, places = plan.mesh, plan.mesh.degree("dp"), scheduled.schedule.place
     shares = shares or pieces(plan.batch, degree)
     rows = with_collectives(staged, scheduled, degree)
-    held = [_held(staged, column) for column in range(len(rows))]
+    shared = [staged.shared(column) for column in range(len(rows))]
     wires = {unit.name: unit.wire_bytes(degree) for unit in staged.state.units}
     at_once = {unit.name for unit in staged.state.units if unit.reduced_at_once(degree)}
     everywhere = tuple(_outputs(staged, mesh.size, shares))
-    reads = [_reads_prologue(staged, places, column) for column in range(len(rows))]
+    held = [stages_of(places, column) for column in range(len(rows))]
     known: dict[object, Sent] = {}
     made = []
     for rank in range(mesh.size):
         here = mesh.coordinate(rank)
         column, part = here.get("pp", 0), here.get("dp", 0)
-        across = tuple(_across_stages(staged, held[column], part, degree))
+        across = tuple(_across_stages(shared[column], part, degree))
         key = column, shares[part], across
         if key not in known:
             sizes = pieces(shares[part], plan.microbatches)
             actions = [a for a in rows[column] if a.kind is Kind.GATHER or a.unit in at_once]
             calls = [*_each_microbatch(actions, wires, degree), *across, *everywhere]
             calls += _buffers(staged, places, column, degree)
-            calls += _counts(staged, degree) if plan.inputs == "local" and reads[column] else ()
-            stages = [stage for stage, place in enumerate(places) if place == column]
-            calls += _once(staged, scheduled, held[column], stages, wires, degree)
+            calls += _counts(staged, degree) if plan.inputs == "local" and reads_prologue(staged, held[column]) else ()
+            calls += _once(staged, scheduled, column, held[column], wires, degree)
             known[key] = _added(_sends(staged, scheduled.table[column], sizes), calls)
         made.append(known[key])
     return tuple(made)
-
-
-def _held(staged: Staged, column: int) -> tuple[Unit, ...]:
-    """The units of the stages that a pp rank holds."""
-    return tuple(unit for unit in staged.state.units if column in unit.columns)
 
 
 def _added(send: int, calls: Sequence[tuple[str, int, int, int]]) -> Sent:
@@ -113,34 +106,17 @@ def _completed(staged: Staged, scheduled: Scheduled, stages: Sequence[int], degr
 
 
 def _once(
-    staged: Staged,
-    scheduled: Scheduled,
-    units: Sequence[Unit],
-    stages: Sequence[int],
-    wires: Mapping[str, int],
-    degree: int,
+    staged: Staged, scheduled: Scheduled, column: int, stages: Sequence[int], wires: Mapping[str, int], degree: int
 ) -> Calls:
     """What a step does once on dp: parameters updated in parts are made whole; accumulated gradients are reduced."""
-    reduced = _completed(staged, scheduled, stages, degree)
-    for unit in units:
+    for unit in staged.state.on(column):
         if unit.updated_in_parts(degree):
             yield "all_gather", wires[unit.name], degree, 1
-    for unit in reduced:
+    for unit in _completed(staged, scheduled, stages, degree):
         if unit.updated_in_parts(degree):
             yield "reduce_scatter", wires[unit.name], degree, 1
         else:
             yield "all_reduce", unit.nbytes, degree, 1
-
-
-def _reads_prologue(staged: Staged, places: Sequence[int], column: int) -> bool:
-    """Whether a stage of a pp rank reads a value of the prologue."""
-    names = {item.value.name for item in staged.segmented.captured.of_kind("prologue")}
-    return any(
-        names & {*segment.forward_fixed, *segment.backward_fixed}
-        for stage, segments in enumerate(staged.stages)
-        if places[stage] == column
-        for segment in segments
-    )
 
 
 def _counts(staged: Staged, degree: int) -> Calls:
@@ -149,13 +125,11 @@ def _counts(staged: Staged, degree: int) -> Calls:
         yield "all_reduce", item.value.nbytes(1), degree, 1
 
 
-def _across_stages(staged: Staged, units: Sequence[Unit], part: int, degree: int) -> Calls:
+def _across_stages(shared: Iterable[Unit], part: int, degree: int) -> Calls:
     """Gradients of parameters that several pp ranks use, summed over those: the part that is held, unpadded."""
-    trained = {unit.name for unit in staged.trained()}
-    for unit in units:
-        if unit.name in trained and len(unit.columns) > 1:
-            numel = unit.part_numel(part, degree) if unit.held_in_parts(degree) else unit.numel
-            yield "all_reduce", numel * unit.dtype.itemsize, len(unit.columns), 1
+    for unit in shared:
+        numel = unit.part_numel(part, degree) if unit.held_in_parts(degree) else unit.numel
+        yield "all_reduce", numel * unit.dtype.itemsize, len(unit.columns), 1
 
 
 def _buffers(staged: Staged, places: Sequence[int], column: int, degree: int) -> Calls:
@@ -190,41 +164,33 @@ def predict_memory(
     shares: Shares | None = None,
     *,
     part: int = 0,
-    optimizer_ratio: float = 2.0,
 ) -> tuple[StageMemory, ...]:
     """Peak bytes by state of each stage's rank at place `part` on dp, an entry a stage; part 0 has the most.
 
-    `optimizer_ratio` is bytes of optimizer state per byte of trainable parameter. Activations are the most that is kept
-    between two actions: what is saved for the backwards to come, and edges not yet sent or used. `transient` is the
-    parameters of a segment that are gathered, with those of the next one, whole gradients on their way to become parts,
-    and the activations that a backward recomputes.
+    Activations are the most that is kept between two actions: what is saved for the backwards to come, and edges not
+    yet sent or used. `transient` is the parameters of a segment that are gathered, with those of the next one, whole
+    gradients on their way to become parts, and the activations that a backward recomputes.
     """
     samples = (shares or pieces(plan.batch, plan.mesh.degree("dp")))[part]
-    columns = [
-        _rank_memory(staged, scheduled, plan, column, part, samples, optimizer_ratio)
-        for column in range(len(scheduled.table))
-    ]
+    columns = [_rank_memory(staged, scheduled, plan, column, part, samples) for column in range(len(scheduled.table))]
     return tuple(columns[column] for column in plan.place)
 
 
-def _rank_memory(
-    staged: Staged, scheduled: Scheduled, plan: Plan, column: int, part: int, samples: int, optimizer_ratio: float
-) -> StageMemory:
-    degree, places = plan.mesh.degree("dp"), scheduled.schedule.place
-    units = _held(staged, column)
+def _rank_memory(staged: Staged, scheduled: Scheduled, plan: Plan, column: int, part: int, samples: int) -> StageMemory:
+    degree, stages = plan.mesh.degree("dp"), stages_of(scheduled.schedule.place, column)
+    units = staged.state.on(column)
 
     def held(unit: Unit, in_parts: bool) -> int:
         return (unit.part_numel(part, degree) if in_parts else unit.numel) * unit.dtype.itemsize
 
     trained = [unit for unit in units if unit.trainable]
     updated = sum(held(unit, unit.held_in_parts(degree)) for unit in trained)
-    stages = [stage for stage, place in enumerate(places) if place == column]
     segments = [segment for stage in stages for segment in staged.stages[stage]]
     sizes = pieces(samples, plan.microbatches)
     again = [sum(value.nbytes(max(sizes)) for value in recomputed(body)) for body in staged.segmented.bodies]
     return StageMemory(
         parameters=sum(held(unit, unit.gathered(degree)) for unit in units),
-        optimizer=ceil(optimizer_ratio * updated),
+        optimizer=ceil(OPTIMIZER_RATIO * updated),
         gradients=sum(held(unit, unit.reduced_at_once(degree)) for unit in trained),
         activations=peak_activations(staged, scheduled, column, sizes, whole=degree * plan.microbatches == 1),
         transient=_transient(staged, scheduled, column, degree)
@@ -243,7 +209,7 @@ def _transient(staged: Staged, scheduled: Scheduled, column: int, degree: int) -
         return 0
     homes, ahead = staged.state.homes(), 0
     reduced: dict[int, list[int]] = {}
-    for stage in (stage for stage, place in enumerate(scheduled.schedule.place) if place == column):
+    for stage in stages_of(scheduled.schedule.place, column):
         used = [used_units(segment.parameters, homes) for segment in staged.stages[stage]]
         gathered = [sum(u.wire_bytes(degree) for u in row if u.gathered(degree)) for row in used]
         reduced[stage] = [u.wire_bytes(degree) for row in reversed(used) for u in row if u.reduced_at_once(degree)]

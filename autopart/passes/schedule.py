@@ -6,7 +6,7 @@ after:  0F0 0SEND0>1 0F1 0SEND1>1 0RECV0>1 0B0 0RECV1>1 0B1, and with `with_coll
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from autopart import schedules
@@ -26,21 +26,28 @@ def schedule(staged: Staged, plan: Plan) -> Scheduled:
     cannot do yet, and a step without a loss under one that begins a backward before all forwards are done.
     """
     captured = staged.segmented.captured
-    if captured.training:
-        built = schedules.make(plan.schedule, ranks=plan.mesh.degree("pp"), microbatches=plan.microbatches)
-    else:
-        built = placed.forwards(plan.place, plan.microbatches)
-    if built.places != (plan.place, *plan.mirrors[: staged.copies - 1]):
+    made = built(plan, training=captured.training)
+    if made.places != (plan.place, *plan.mirrors[: staged.copies - 1]):
         raise ValueError(
-            f"schedule: {plan_text.schedule(plan.schedule)} has its {built.stages} stages on the pipeline ranks "
-            f"{_told(built.places)}, but the plan its {len(plan.place)} stages on "
+            f"schedule: {plan_text.schedule(plan.schedule)} has its {made.stages} stages on the pipeline ranks "
+            f"{_told(made.places)}, but the plan its {len(plan.place)} stages on "
             f"{_told((plan.place, *plan.mirrors))}; plan again with this schedule"
         )
-    built = schedules.executable(built)
+    made = schedules.executable(made)
     if captured.deferred:
-        _check_deferred(built)
+        _check_deferred(made)
     edges = frozenset((edge.source, edge.target) for edge in staged.edges if edge.source < staged.depth)
-    return unfolded(schedules.lower(built, edges))
+    return unfolded(schedules.lower(made, edges))
+
+
+def built(plan: Plan, *, training: bool = True) -> Schedule:
+    """The plan's schedule; without `training`, the forwards of its stages in rounds.
+
+    Raises ValueError for a schedule that cannot be made for the plan's ranks and microbatches.
+    """
+    if not training:
+        return placed.forwards(plan.place, plan.microbatches)
+    return schedules.make(plan.schedule, ranks=plan.mesh.degree("pp"), microbatches=plan.microbatches)
 
 
 def _told(places: Sequence[tuple[int, ...]]) -> str:
@@ -80,10 +87,10 @@ def check_deferred(schedule: str | Schedule | None) -> None:
     _check_deferred(made)
 
 
-def _check_deferred(built: Schedule) -> None:
-    if not placed.is_forwards_first(built):
+def _check_deferred(made: Schedule) -> None:
+    if not placed.is_forwards_first(made):
         raise ValueError(
-            f"schedule: {built.name!r} begins backwards before all forwards are done, but the module returns no loss "
+            f"schedule: {made.name!r} begins backwards before all forwards are done, but the module returns no loss "
             "that requires grad, so what its outputs are used for is known only after the call; leave the schedule out "
             "(all forwards come first then, as with 'gpipe'), or return the loss from forward, or pass loss_fn= and "
             "call train_step"
@@ -92,8 +99,7 @@ def _check_deferred(built: Schedule) -> None:
 
 def forwards_first(plan: Plan) -> Plan:
     """The plan with all forwards before all backwards, as steps without a loss need, if its schedule is another."""
-    made = schedules.make(plan.schedule, ranks=plan.mesh.degree("pp"), microbatches=plan.microbatches)
-    if placed.is_forwards_first(made):
+    if placed.is_forwards_first(built(plan)):
         return plan
     name = "gpipe" if plan.place == tuple(range(len(plan.place))) else None
     return replace(plan, schedule=name or str(placed.forwards_first(plan.place, plan.microbatches)))
@@ -112,7 +118,7 @@ def with_collectives(staged: Staged, scheduled: Scheduled, degree: int) -> tuple
     lasts = [scheduled.last_backward(stage) for stage in range(scheduled.schedule.stages)]
     known: dict[tuple[int, Kind, bool], tuple[tuple[Kind, str], ...]] = {}
     for column, row in enumerate(scheduled.table):
-        units = [unit for unit in staged.state.units if column in unit.columns]
+        units = staged.state.on(column)
         made = [Action(Kind.GATHER, -1, -1, unit=unit.name) for unit in units if unit.updated_in_parts(degree)]
         for action in row:
             last = action.kind in ENDS and action.microbatch == lasts[action.stage]
@@ -122,7 +128,7 @@ def with_collectives(staged: Staged, scheduled: Scheduled, degree: int) -> tuple
                 known[key] = tuple(_inside(staged, action.stage, action.kind, homes, degree, done))
             made.append(action)
             made += [Action(kind, action.stage, action.microbatch, unit=name) for kind, name in known[key]]
-        made += _across_stages(staged, units)
+        made += [Action(Kind.REDUCE, -1, -1, unit=unit.name) for unit in staged.shared(column)]
         rows.append(tuple(made))
     return tuple(rows)
 
@@ -156,9 +162,3 @@ def _inside(
             reduced = [unit for unit in units if unit.name in graded and unit.reduced_at_once(degree)]
             reduced += completed.get(segment.name, ())
             yield from ((Kind.REDUCE, unit.name) for unit in reduced)
-
-
-def _across_stages(staged: Staged, units: Iterable[Unit]) -> list[Action]:
-    here = {unit.name for unit in units}
-    shared = [unit for unit in staged.trained() if unit.name in here and len(unit.columns) > 1]
-    return [Action(Kind.REDUCE, -1, -1, unit=unit.name) for unit in shared]

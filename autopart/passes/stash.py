@@ -83,7 +83,10 @@ class Stash:
         return set(nx.minimum_cut(flow, "I", "W")[1][1])
 
     def _again(self, node: Node) -> bool:
-        """Whether W may run a node of I again: a view, or a pointwise operator that reads no parameter or buffer."""
+        """Whether W may run a node of I again: a view, or a pointwise operator that reads nothing that is at hand.
+
+        That is: no parameter or buffer, nor a gradient that comes in for both halves or later.
+        """
         return viewed(node) is not None or (is_pointwise(node) and self.at_hand.isdisjoint(node.refs()))
 
 

@@ -11,7 +11,7 @@ from autopart.codegen.recording import Recording
 from autopart.codegen.recording_world import Event
 from autopart.codegen.shapes import Bodies
 from autopart.errors import VerificationError
-from autopart.ir.action import Action
+from autopart.ir.action import Action, stages_of
 from autopart.ir.mesh import Mesh
 from autopart.ir.program import Program, RankProgram
 from autopart.passes.emit import observe
@@ -32,6 +32,11 @@ class Text:
     def events(self) -> tuple[Event, ...]:
         """The world's calls, in order."""
         return self.recording.events
+
+    @property
+    def performed(self) -> tuple[Action, ...]:
+        """The compute actions, in order."""
+        return tuple(e.action for e in self.events if e.call == "action" and e.action is not None)
 
     def rank_of(self, stage: int) -> int:
         """The rank that holds a stage for the same part of the batch."""
@@ -85,7 +90,7 @@ def read(program: Program, rank: int, batch: int, bodies: Bodies) -> Text:
     _check_names(program, rank, recording.names)
     place = tuple(recording.names["PLACE"])
     column = mesh.coordinate(rank).get("pp", 0)
-    return Text(rank, mesh, lines, place, tuple(s for s, at in enumerate(place) if at == column), recording)
+    return Text(rank, mesh, lines, place, stages_of(place, column), recording)
 
 
 def _check_names(program: Program, rank: int, names: Mapping[str, object]) -> None:

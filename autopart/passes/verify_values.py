@@ -112,8 +112,7 @@ class _Names:
             if call.function == PROLOGUE:
                 self._check(text, call, "the prologue", known.prologue)
                 self.returned[number] = known.counted
-        actions = [e.action for e in text.events if e.call == "action" and e.action is not None]
-        for action in actions:  # in order, so that what a call is given has a name by then
+        for action in text.performed:  # in order, so that what a call is given has a name by then
             self._check_action(text, action, calls.get(action, []), known)
 
     def of(self, spec: Spec | None) -> str:

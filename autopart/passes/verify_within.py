@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -57,7 +57,7 @@ def copies_travelled(texts: Sequence[Text], staged: Staged, microbatches: int) -
     """
     found: dict[int, Action] = {}
     for text in texts:
-        for action in (event.action for event in text.events if event.call == "action" and event.action is not None):
+        for action in text.performed:
             other = found.setdefault(action.microbatch, action)
             if action.stage // staged.depth != other.stage // staged.depth:
                 problem = f"{other} is in another copy of the model"
@@ -71,14 +71,14 @@ def copies_travelled(texts: Sequence[Text], staged: Staged, microbatches: int) -
 
 def work(text: Text, needed: Sequence[Needs], state: State, travelled: Sequence[Sequence[int]], training: bool) -> int:
     """Check the rank's actions and what they read; the number of actions. `travelled`: `copies_travelled`."""
-    done = Counter(event.action for event in text.events if event.call == "action")
-    due = [
+    done = Counter(text.performed)
+    due = dict.fromkeys(
         Action(kind, stage, k)
         for stage in text.stages
         for k in travelled[stage]
         for kind in _due(done, needed[stage], stage, k, training)
-    ]
-    for action in dict.fromkeys([*due, *(action for action in done if action is not None)]):
+    )
+    for action in dict.fromkeys([*due, *done]):
         count, wanted = done[action], int(action in due)
         if count != wanted:
             each = "one forward and one backward" if training else "one forward"
@@ -90,7 +90,7 @@ def work(text: Text, needed: Sequence[Needs], state: State, travelled: Sequence[
     return len(due)
 
 
-def _due(done: Mapping[Action | None, int], need: Needs, stage: int, k: int, training: bool) -> tuple[Kind, ...]:
+def _due(done: Mapping[Action, int], need: Needs, stage: int, k: int, training: bool) -> tuple[Kind, ...]:
     """The kinds of actions that a stage owes a microbatch: where it may do either, B if it does that."""
     if not training:
         return (Kind.F,)
@@ -102,7 +102,7 @@ def _due(done: Mapping[Action | None, int], need: Needs, stage: int, k: int, tra
 def _check_halves(text: Text) -> None:
     """The backward for the weights comes after that for the inputs."""
     done: set[Action] = set()
-    for action in (event.action for event in text.events if event.call == "action" and event.action is not None):
+    for action in text.performed:
         done.add(action)
         first = replace(action, kind=Kind.I)
         if action.kind is Kind.W and first not in done:
@@ -143,21 +143,17 @@ def gradients(text: Text, needed: Sequence[Needs], state: State) -> tuple[int, i
     for i, event in enumerate(text.events):
         of_unit[event.unit].append(i)
     here = {name for stage in text.stages for name in needed[stage].contributions}
+    held = state.on(text.mesh.coordinate(text.rank).get("pp", 0))
     reductions = sum(
         _check_reduced(text, unit, of_unit[unit.name], trained=unit.name in trained, here=unit.name in here)
-        for unit in _held(text, state)
+        for unit in held
     )
-    _check_foreign(text, state)
+    _check_foreign(text, state, held)
     waits = [i for i, event in enumerate(text.events) if event.call == "wait"]
-    for unit in _held(text, state):
+    for unit in held:
         _check_waited(text, of_unit[unit.name], waits)
-        _check_regathered(text, unit)
+        _check_regathered(text, unit, of_unit[unit.name])
     return contributions, reductions
-
-
-def _held(text: Text, state: State) -> Iterator[Unit]:
-    column = text.mesh.coordinate(text.rank).get("pp", 0)
-    return (unit for unit in state.units if column in unit.columns)
 
 
 def contributes(event: Event) -> bool:
@@ -263,19 +259,19 @@ def _rank(text: Text) -> str:
     return f"rank {text.rank}, stage {', '.join(map(str, text.stages))}"
 
 
-def _check_foreign(text: Text, state: State) -> None:
+def _check_foreign(text: Text, state: State, held: Sequence[Unit]) -> None:
     """Nothing is done to a unit that the rank does not hold."""
-    held = {unit.name for unit in _held(text, state)}
+    names = {unit.name for unit in held}
     for event in text.events:
-        if event.unit and event.unit not in held:
+        if event.unit and event.unit not in names:
             where = f"it is on stages {state.unit(event.unit).stages}"
             raise fault("gradients", text.at(event), where, f"this rank has stages {text.stages} only")
 
 
-def _check_regathered(text: Text, unit: Unit) -> None:
+def _check_regathered(text: Text, unit: Unit, events: Sequence[int]) -> None:
     """Parameters that an optimizer updated in parts are made whole once, before they are first read."""
     degree = text.mesh.degree("dp")
-    calls = [i for i, event in enumerate(text.events) if event.call == "regather" and event.unit == unit.name]
+    calls = [i for i in events if text.events[i].call == "regather"]
     wanted = int(unit.updated_in_parts(degree))
     if len(calls) != wanted:
         problem = f'the parameters of "{unit.name}" are made whole {len(calls)} times, not {wanted}'
@@ -283,7 +279,7 @@ def _check_regathered(text: Text, unit: Unit) -> None:
         raise fault("work", _rank(text), problem, remedy)
     if calls and text.events[calls[0]].axis != "dp":
         raise fault("work", text.at(text.events[calls[0]]), "its parts are on dp", 'name axis="dp"')
-    first = next((i for i, e in enumerate(text.events) if e.call in READS and e.unit == unit.name), len(text.events))
+    first = next((i for i in events if text.events[i].call in READS), len(text.events))
     if calls and first < calls[0]:
         problem = f"it was read before ({text.where(text.events[first].line)})"
         raise fault("work", text.at(text.events[calls[0]]), problem, "regather at the start of the step")

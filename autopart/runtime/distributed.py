@@ -8,7 +8,6 @@ import functools
 import os
 import queue
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -297,9 +296,8 @@ class _Outbox:
 
     def settle(self, seconds: float) -> None:
         """Return when all is done or has failed, as it has once the receiver is gone, or after some seconds."""
-        end = time.monotonic() + seconds
-        while self._queue.unfinished_tasks and time.monotonic() < end:
-            time.sleep(0.01)
+        with self._queue.all_tasks_done:
+            self._queue.all_tasks_done.wait_for(lambda: not self._queue.unfinished_tasks, seconds)
 
     def _check(self) -> None:
         if self._error is not None:

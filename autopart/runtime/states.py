@@ -7,7 +7,7 @@ user's ``.grad`` by `runtime.autograd`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -138,10 +138,9 @@ class States:
         return {"parameters": parameters, "gradients": gradients}
 
 
-def held(state: State, mesh: Mesh, rank: int) -> Iterator[Unit]:
+def held(state: State, mesh: Mesh, rank: int) -> tuple[Unit, ...]:
     """The units that a rank holds a part of."""
-    column = mesh.coordinate(rank).get("pp", 0)
-    return (unit for unit in state.units if column in unit.columns)
+    return state.on(mesh.coordinate(rank).get("pp", 0))
 
 
 def owners(unit: Unit, mesh: Mesh) -> list[int]:
