@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,12 +10,16 @@ import torch
 from torch.utils import _pytree as pytree
 
 from autopart.capture.call import Call
+from autopart.collectives import is_collective
 from autopart.ir.captured import Captured
 from autopart.ir.graph import Node, Ref, Share, Size, map_arg
 from autopart.ir.mesh import pieces
 from autopart.ir.segmented import Function, Segmented
 
 Values = dict[str, torch.Tensor]
+
+Collective = tuple[str, torch.Tensor, tuple[Any, ...]]
+"""What places do together: its name, what this place has, its other arguments."""
 
 
 def bind(module: torch.nn.Module, captured: Captured, call: Call) -> Values:
@@ -33,8 +37,20 @@ def bind(module: torch.nn.Module, captured: Captured, call: Call) -> Values:
 def execute(nodes: Sequence[Node], values: Mapping[str, torch.Tensor], batch: int, whole: int) -> Values:
     """Run nodes on a microbatch of `batch` samples out of `whole`; returns the given values and all results.
 
-    Asserts that every result has the shape and dtype that its node declares.
+    Asserts that every result has the shape and dtype that its node declares, and that no place waits for others.
     """
+    try:
+        name, _, _ = next(steps(nodes, values, batch, whole))
+    except StopIteration as ended:
+        found: Values = ended.value
+        return found
+    raise AssertionError(f"{name} is for all places of an axis: tests.places runs these")
+
+
+def steps(
+    nodes: Sequence[Node], values: Mapping[str, torch.Tensor], batch: int, whole: int
+) -> Generator[Collective, torch.Tensor, Values]:
+    """The same, step by step: yields every collective and goes on with what it is sent for it."""
     env = dict(values)
 
     def leaf(arg: Any) -> Any:
@@ -49,9 +65,13 @@ def execute(nodes: Sequence[Node], values: Mapping[str, torch.Tensor], batch: in
                 return arg
 
     for node in nodes:
-        kwargs = {key: map_arg(arg, leaf) for key, arg in node.kwargs}
-        with torch.no_grad():
-            result = node.op(*(map_arg(arg, leaf) for arg in node.args), **kwargs)
+        args = tuple(map_arg(arg, leaf) for arg in node.args)
+        result: Any
+        if is_collective(node.op):
+            result = yield node.op.overloadpacket.__name__, args[0], args[1:]
+        else:
+            with torch.no_grad():
+                result = node.op(*args, **{key: map_arg(arg, leaf) for key, arg in node.kwargs})
         for out, value in zip(node.outs, (result,) if node.single else result, strict=True):
             if out is not None:
                 assert (tuple(value.shape), value.dtype) == (out.at(batch), out.dtype), (node.opname, out, value.shape)
@@ -245,8 +265,11 @@ def _one_microbatch(
 
 def run_function(function: Function, given: Sequence[torch.Tensor], batch: int, whole: int) -> Values:
     """The environment after a function; asserts that its arguments are as declared."""
-    env: Values = {}
+    return execute(function.nodes, formals(function, given, batch), batch, whole)
+
+
+def formals(function: Function, given: Sequence[torch.Tensor], batch: int) -> Values:
+    """The arguments of a function by name; asserts that they are as declared."""
     for formal, value in zip(function.inputs, given, strict=True):
-        assert (tuple(value.shape), value.dtype) == (formal.at(batch), formal.dtype), formal
-        env[formal.name] = value
-    return execute(function.nodes, env, batch, whole)
+        assert (tuple(value.shape), value.dtype) == (formal.at(batch), formal.dtype), (formal, value.shape)
+    return {formal.name: value for formal, value in zip(function.inputs, given, strict=True)}

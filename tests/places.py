@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from autopart.collectives import is_collective
-from autopart.ir.graph import Ref, Share, Size, map_arg
+from autopart.ir.graph import Size
 from autopart.ir.mesh import pieces
 from autopart.ir.placement import Partial, Replicate, Shard, TensorPlacement
 from autopart.ir.segmented import Function
-from tests.interpret import Values
-
-Call = tuple[str, torch.Tensor, tuple[Any, ...]]
+from tests.interpret import Values, formals, steps
 
 
 def number(size: Any, batch: int) -> int:
@@ -75,7 +72,7 @@ def run(functions: Sequence[Function], given: Sequence[Sequence[torch.Tensor]], 
     list[Values], list[tuple[str, int]]
 ]:  # fmt: skip
     """The environments of all places after their functions, and every collective as (name, bytes of the whole)."""
-    runs = [_steps(f, tensors, batch, whole) for f, tensors in zip(functions, given, strict=True)]
+    runs = [steps(f.nodes, formals(f, x, batch), batch, whole) for f, x in zip(functions, given, strict=True)]
     log: list[tuple[str, int]] = []
     answers: list[Any] = [None] * len(runs)
     while True:
@@ -109,33 +106,3 @@ def _perform(name: str, tensors: list[torch.Tensor], args: tuple[Any, ...]) -> l
         return parts(torch.stack(tensors).sum(0), dim, outer, sizes)
     assert name == "all_to_all"
     return parts(joined(tensors, dim, outer), *rest)
-
-
-def _steps(function: Function, given: Sequence[torch.Tensor], batch: int, whole: int) -> Generator[Call, Any, Values]:
-    env: Values = {}
-    for formal, value in zip(function.inputs, given, strict=True):
-        assert (tuple(value.shape), value.dtype) == (formal.at(batch), formal.dtype), (formal, value.shape)
-        env[formal.name] = value
-
-    def leaf(arg: Any) -> Any:
-        match arg:
-            case Ref(name):
-                return env[name]
-            case Size():
-                return arg.at(whole if arg.whole else batch)
-            case Share(factor):
-                return factor * batch / whole
-        return arg
-
-    for node in function.nodes:
-        args = tuple(map_arg(arg, leaf) for arg in node.args)
-        if is_collective(node.op):
-            result: Any = yield node.op.overloadpacket.__name__, args[0], args[1:]
-        else:
-            with torch.no_grad():
-                result = node.op(*args, **{key: map_arg(arg, leaf) for key, arg in node.kwargs})
-        for out, value in zip(node.outs, (result,) if node.single else result, strict=True):
-            if out is not None:
-                assert (tuple(value.shape), value.dtype) == (out.at(batch), out.dtype), (node.opname, out, value.shape)
-                env[out.name] = value
-    return env

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import shlex
@@ -15,6 +16,7 @@ from autopart import cli
 
 ROOT = Path(__file__).parent.parent
 BLOCK = re.compile(r"^```(\w+) runnable\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+LINE = re.compile(r"^\* `([^`]+\.py)`: (.*(?:\n  .*)*)", re.MULTILINE)
 LINK = re.compile(r"\]\((?!https?:)([^)#]+)\)")
 
 
@@ -65,8 +67,28 @@ def test_links_lead_somewhere(page: str) -> None:
     assert not missing
 
 
+def listed() -> dict[str, str]:
+    """What ARCHITECTURE.md says of each file, by path: the lines of each room's section."""
+    text = (ROOT / "ARCHITECTURE.md").read_text().split("\n## Files\n")[1].split("\n## ")[0]
+    rooms = re.split(r"^\*\*`(autopart/[^`]*)`\*\*", text, flags=re.MULTILINE)[1:]
+    found = [
+        (room + name, told)
+        for room, body in zip(rooms[::2], rooms[1::2], strict=True)
+        for name, told in LINE.findall(body)
+    ]
+    assert len(found) == len(dict(found)), "a file is listed twice"
+    return dict(found)
+
+
 def test_architecture_lists_every_file() -> None:
-    """ARCHITECTURE.md has a line for each file of the package."""
-    text = (ROOT / "ARCHITECTURE.md").read_text()
-    for path in sorted((ROOT / "autopart").rglob("*.py")):
-        assert path.name == "__init__.py" or f"* `{path.name}`: " in text, path
+    """ARCHITECTURE.md has a line for each file of the package, in its room's section, and none for others.
+
+    The line says what the file's docstring begins with: its first sentence, or first sentences.
+    """
+    lines = listed()
+    files = [path for path in sorted((ROOT / "autopart").rglob("*.py")) if path.name != "__init__.py"]
+    assert lines.keys() == {str(path.relative_to(ROOT)) for path in files}
+    for path in files:
+        docstring = " ".join((ast.get_docstring(ast.parse(path.read_text())) or "").split())
+        told = " ".join(lines[str(path.relative_to(ROOT))].split())
+        assert told and docstring.startswith(f"{told}."), (path, told, docstring)

@@ -129,8 +129,11 @@ def test_z3_certifies_the_body_of_an_mlp() -> None:
 
 def test_a_tree_passes_through_what_nobody_needs_where_that_is_cheaper() -> None:
     moves = ((0, 1, 9, 9), (9, 0, 2, 2), (9, 9, 0, 9), (9, 9, 9, 0))
-    assert tree(moves, 0, {2, 3}).cost == 5 and tree(moves, 0, {2, 3}).steps[0] == (0, 1)
-    assert tree(moves, 0, {2}).cost == 3 and tree(moves, 0, {0}).steps == ()
+    both, one, none = (tree(moves, 0, needed) for needed in ({2, 3}, {2}, {0}))
+    assert both is not None and both.cost == 5 and both.steps[0] == (0, 1)
+    assert one is not None and one.cost == 3
+    assert none is not None and none.steps == ()
+    assert tree(((0, IMPOSSIBLE), (1, 0)), 0, {1}) is None and tree(((0, IMPOSSIBLE), (1, 0)), 1, {0, 1}) is not None
 
 
 def test_a_graph_without_a_good_order_is_refused_before_it_is_tried() -> None:

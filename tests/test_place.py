@@ -14,8 +14,8 @@ from autopart.capture import read
 from autopart.cluster import Cluster
 from autopart.errors import PlanInfeasible
 from autopart.ir.graph import Size
-from autopart.ir.placed import PlacedBody
-from autopart.ir.placement import Partial, Replicate, Shard
+from autopart.ir.placed import Move, PlacedBody
+from autopart.ir.placement import Partial, PerSlice, Replicate, Shard, TensorPlacement
 from autopart.passes.consistent import faults
 from autopart.passes.localise import localise
 from autopart.passes.segment import segment
@@ -238,6 +238,15 @@ def test_a_sum_that_is_taken_twice_is_noticed() -> None:
     body = layer()
     again = replace(body.forward, moves=(*body.forward.moves, body.forward.moves[0]))
     assert "twice" in told(replace(body, forward=again))
+
+
+@pytest.mark.parametrize("target", [PerSlice(), Replicate()])
+def test_a_move_that_no_collective_makes_is_noticed(target: TensorPlacement) -> None:
+    body = layer()
+    name = body.forward.function.inputs[0].name
+    assert body.forward.inputs[0] == Replicate()
+    forward = replace(body.forward, moves=(Move(name, Replicate(), target), *body.forward.moves))
+    assert f"{name} is Replicate(): nothing makes it {target}" in told(replace(body, forward=forward))
 
 
 def test_a_strategy_that_no_rule_allows_is_noticed() -> None:

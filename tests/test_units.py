@@ -40,6 +40,19 @@ def test_without_units_no_split_depends_on_the_batch() -> None:
     assert all(s.gives[0] != Shard(0) for placed in found.segments for s in placed.forward.strategies)
 
 
+def test_sizes_are_counted_anew_by_keyword_too() -> None:
+    """In units, and as the plain numbers that FLOPs are counted with."""
+    made, _, _ = steps("mlp")
+    node = replace(made.bodies[0].forward.nodes[0], kwargs=(("size", (Size(2, 1), 7)), ("alpha", 3)))
+    forward = replace(made.bodies[0].forward, nodes=(node,))
+    other = replace(made, bodies=(replace(made.bodies[0], forward=forward), *made.bodies[1:]))
+    found = in_units(other, 3).bodies[0].forward.nodes[0]
+    assert found.kwargs == (("size", (Size(6, 1), 7)), ("alpha", 3))
+    plain = node.sized(lambda size: int(size.at(5)))
+    assert plain.kwargs == (("size", (11, 7)), ("alpha", 3))
+    assert [out.shape for out in plain.outs if out] == [out.at(5) for out in node.outs if out]
+
+
 def test_sizes_and_reciprocals() -> None:
     made, _, _ = steps("mlp")
     before, after = (m.bodies[0].forward.inputs[0].shape for m in (made, in_units(made, 3)))

@@ -8,6 +8,7 @@ import torch
 
 from autopart.capture.call import Call
 from autopart.ir.captured import Captured
+from autopart.ir.graph import descendants
 from autopart.ir.program import Program
 from autopart.runtime.autograd import Pairs
 from autopart.runtime.deferred import Unchanged, agree, deferred
@@ -71,10 +72,7 @@ def deferred_outputs(
 
 def with_gradient(captured: Captured, tangents: set[str]) -> set[tuple[str, str]]:
     """(kind, target) of what gets a gradient when the outputs of these tangents alone are used; None goes elsewhere."""
-    moved = set(tangents)
-    for node in captured.nodes:
-        if not moved.isdisjoint(node.refs()):
-            moved.update(node.names())
+    moved = descendants(captured.nodes, tangents)
     return {(out.kind, out.target) for out in captured.outputs if out.name in moved}
 
 

@@ -155,15 +155,15 @@ def costs(
     *,
     parameters: Amount,
     devices: Amount | Mapping[str, Amount],
-    precision: str | Precision = "mixed",
-    optimizer: str = "adam",
-    microbatches: Amount = 1,
-    largest_unit: Amount = 0,
-    prefetch: Amount = 0,
-    activations: Amount = 0,
-    largest_activation: Amount = 0,
+    precision: str | Precision,
+    optimizer: str,
+    microbatches: Amount,
+    largest_unit: Amount,
+    prefetch: Amount,
+    activations: Amount,
+    largest_activation: Amount,
 ) -> Costs:
-    """What a device holds and sends in one training step under a placement, in closed form.
+    """What a device holds and sends in one training step under a placement, in closed form; see `Placement.costs`.
 
     All amounts may be numbers or sympy expressions; arithmetic is theirs, so that fractions and symbols stay exact.
     Nothing is rounded or padded to whole elements.

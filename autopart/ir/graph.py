@@ -83,6 +83,10 @@ class Value:
         """The shape at a (micro)batch of `batch` samples."""
         return tuple(int(d.at(batch)) if isinstance(d, Size) else d for d in self.shape)
 
+    def sized(self, size: Callable[[Size], Dim]) -> Value:
+        """The value with `size` applied to every dim that moves with the batch."""
+        return replace(self, shape=tuple([size(d) if isinstance(d, Size) else d for d in self.shape]))
+
     def nbytes(self, batch: int) -> int:
         """The bytes of the tensor at a (micro)batch of `batch` samples."""
         count = 1
@@ -152,6 +156,11 @@ class Node:
         kwargs = tuple((key, map_arg(arg, leaf)) for key, arg in self.kwargs)
         return replace(self, args=map_arg(self.args, leaf), kwargs=kwargs)
 
+    def sized(self, size: Callable[[Size], Dim]) -> Node:
+        """The node with `size` applied to every size in its arguments, by keyword too, and in its results' shapes."""
+        made = self.mapped(lambda arg: size(arg) if isinstance(arg, Size) else arg)
+        return replace(made, outs=tuple([None if out is None else out.sized(size) for out in self.outs]))
+
     def names(self) -> tuple[str, ...]:
         """The names of the values that this node defines."""
         return self._makes
@@ -215,6 +224,15 @@ def ancestors(nodes: Sequence[Node], wanted: Iterable[str]) -> tuple[tuple[Node,
             needed.update(node.refs())
             found.append(node)
     return tuple(reversed(found)), needed
+
+
+def descendants(nodes: Iterable[Node], names: Iterable[str]) -> set[str]:
+    """Every name that depends on some values, theirs among them; `nodes` are in execution order."""
+    reached = set(names)
+    for node in nodes:
+        if not reached.isdisjoint(node.refs()):
+            reached.update(node.names())
+    return reached
 
 
 def refs(arg: Arg) -> Iterator[str]:

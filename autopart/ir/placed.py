@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from autopart.ir.graph import Dim
-from autopart.ir.placement import TensorPlacement
+from autopart.ir.placement import Partial, Replicate, Shard, TensorPlacement
 from autopart.ir.segmented import Body, Function
 
 
@@ -45,6 +45,24 @@ class Move:
     target: TensorPlacement
 
 
+def collective_of(source: TensorPlacement, target: TensorPlacement) -> str | None:
+    """The collective that makes one placement into another; ``slice`` and ``first`` are local; None: there is none."""
+    match source, target:
+        case Partial(), Replicate():
+            return "all_reduce"
+        case Partial(), Shard():
+            return "reduce_scatter"
+        case Shard(), Replicate():
+            return "all_gather"
+        case Shard(), Shard():
+            return "all_to_all"
+        case Replicate(), Shard():
+            return "slice"
+        case Replicate(), Partial():
+            return "first"
+    return None
+
+
 @dataclass(frozen=True, slots=True)
 class PlacedFunction:
     """A function with a placement for every input and output and a strategy for every node, in order.
@@ -70,24 +88,6 @@ class PlacedBody:
     saved: tuple[TensorPlacement, ...]
     backward: PlacedFunction | None
 
-    def moves(self) -> tuple[Move, ...]:
-        """Every redistribution, forward and backward."""
-        return self.forward.moves + (self.backward.moves if self.backward is not None else ())
-
     def wanted(self) -> dict[str, TensorPlacement]:
         """How each value that the backward reads must be there at the end of the forward."""
         return dict(zip(self.body.saved, self.saved, strict=True))
-
-    def __str__(self) -> str:
-        """A line an input, an output and a move."""
-        lines = []
-        for title, part in (("forward", self.forward), ("backward", self.backward)):
-            if part is None:
-                continue
-            lines.append(f"{self.body.name} {title} on {self.axis} of {self.degree}")
-            for value, place in zip(part.function.inputs, part.inputs, strict=True):
-                lines.append(f"  in   {value.name}: {place}")
-            lines += [f"  move {move.value}: {move.source} -> {move.target}" for move in part.moves]
-            for name, place in zip(part.function.outputs, part.outputs, strict=True):
-                lines.append(f"  out  {name}: {place}")
-        return "\n".join(lines)

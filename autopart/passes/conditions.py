@@ -12,6 +12,8 @@ An axis divides what the graph says: ``pp`` the stages (of a `Staged`), any axis
 offloaded) the samples, as does the graph's own data axis whatever the modes claim. On other axes the graph is not
 divided: all devices compute the same. Exact arithmetic and elementwise optimizers are taken for granted. Of a step
 whose slices are batches of their own (`Captured.sliced`), the one device takes them one after the other.
+
+This is for callers to ask: neither planning nor compiling does so yet.
 """
 
 from __future__ import annotations
@@ -22,11 +24,12 @@ from dataclasses import dataclass
 from enum import Enum
 
 from autopart.errors import CaptureError
+from autopart.ir.action import Kind
 from autopart.ir.captured import Captured
-from autopart.ir.graph import Node
+from autopart.ir.graph import Node, descendants
 from autopart.ir.placement import Mode, Modes, Partial, PerSlice, Placement, Shard, TensorPlacement
 from autopart.ir.plan import first_match
-from autopart.ir.segmented import Function, Segment
+from autopart.ir.segmented import Segment
 from autopart.ir.sharded import Sharded
 from autopart.ir.staged import Staged
 from autopart.passes.dependence import NeededWhole
@@ -34,7 +37,7 @@ from autopart.passes.judge import takes_sizes
 from autopart.passes.segment import segment
 from autopart.passes.shard import AXIS, shard
 
-Rules = Sequence[tuple[str, Placement]]
+Rules = tuple[tuple[str, Placement], ...]
 """(pattern, placement) as in a plan: the first match holds, the last pattern is '*'."""
 
 STAGES = "pp"
@@ -94,7 +97,7 @@ class _Use:
     gradient: TensorPlacement | None = None
 
 
-def conditions(placement: Placement | Rules, graph: Captured | Staged) -> Conditions:
+def conditions(placement: Placement | Sequence[tuple[str, Placement]], graph: Captured | Staged) -> Conditions:
     """Which conditions hold for a placement on a normalised graph; each break names parameter, axis and use.
 
     `placement` may be a plan's (`Plan.placements`), which differs between parameters. A `Captured` has no stages: only
@@ -102,7 +105,7 @@ def conditions(placement: Placement | Rules, graph: Captured | Staged) -> Condit
 
     Raises ValueError for a placement on ``pp`` without stages, and where no pattern matches a parameter.
     """
-    rules: Rules = (("*", placement),) if isinstance(placement, Placement) else placement
+    rules: Rules = (("*", placement),) if isinstance(placement, Placement) else tuple(placement)
     axes = tuple(dict.fromkeys(axis for _, each in rules for axis, _ in each.axes))
     if isinstance(graph, Staged):
         sharded, stages = graph.sharded, graph.stages
@@ -121,7 +124,7 @@ def conditions(placement: Placement | Rules, graph: Captured | Staged) -> Condit
             *_normalised(captured, axes, uses),
             *_counted(captured, stages),
             *_tied(captured, rules),
-            *(found for use in uses for found in _used(use, first_match(tuple(rules), use.parameter))),
+            *(found for use in uses for found in _used(use, first_match(rules, use.parameter))),
             *(_held(graph, uses) if isinstance(graph, Staged) else ()),
         )
     )
@@ -135,20 +138,15 @@ def _coupled(axis: str, error: Exception) -> Break:
 
 def _uses(sharded: Sharded, item: Segment, stage: int) -> Iterator[_Use]:
     """What a segment reads of parameters, and the gradients that it makes."""
-    body, inside = sharded.segmented.bodies[item.body], sharded.inside[item.body]
-    passes: list[tuple[Function, tuple[str, ...]]] = [(body.forward, item.forward_parameters)]
-    if body.backward is not None:
-        passes.append((body.backward, item.backward_parameters))
-    for function, parameters in passes:
-        formals = function.inputs[len(function.inputs) - len(parameters) :]
-        for formal, parameter in zip(formals, parameters, strict=True):
-            for node in function.nodes:
+    inside = sharded.inside[item.body]
+    for phase in filter(None, (sharded.segmented.phase(item, kind) for kind in (Kind.F, Kind.B))):
+        nodes, inputs, outputs = phase.function.nodes, phase.function.inputs, phase.function.outputs
+        for formal, parameter in zip(inputs[len(inputs) - len(phase.parameters) :], phase.parameters, strict=True):
+            for node in nodes:
                 if formal.name in node.refs():
                     yield _Use(parameter, item.name, stage, _at(item.name, node))
-    if body.backward is not None:
-        makers = {name: node for node in body.backward.nodes for name in node.names()}
-        made = body.backward.outputs[len(item.backward_outputs) :]
-        for parameter, name in zip(item.gradients, made, strict=True):
+        makers = {name: node for node in nodes for name in node.names()}
+        for parameter, name in zip(phase.gradients, outputs[len(outputs) - len(phase.gradients) :], strict=True):
             at = _at(item.name, makers[name]) if name in makers else item.name
             yield _Use(parameter, item.name, stage, at, inside[name])
 
@@ -198,11 +196,7 @@ def _normalised(captured: Captured, axes: Sequence[str], uses: Sequence[_Use]) -
 
 def _reached(captured: Captured, start: Node) -> set[str]:
     """The parameters whose gradients depend on what a node makes."""
-    reached, found = set(start.names()), False
-    for node in captured.nodes:
-        found = found or node is start
-        if found and not reached.isdisjoint(node.refs()):
-            reached.update(node.names())
+    reached = descendants(captured.nodes, start.names())
     return {out.target for out in captured.outputs if out.kind == "grad" and out.name in reached}
 
 
@@ -221,7 +215,7 @@ def _counted(captured: Captured, stages: Sequence[Sequence[Segment]]) -> Iterato
 def _tied(captured: Captured, rules: Rules) -> Iterator[Break]:
     """One tensor under several names has one placement."""
     for name, known in captured.tied:
-        here, there = (first_match(tuple(rules), each) for each in (name, known))
+        here, there = (first_match(rules, each) for each in (name, known))
         for axis in dict.fromkeys(axis for each in (here, there) for axis, _ in each.axes):
             if here.on(axis) != there.on(axis):
                 reason = f"it is the same tensor as {known}, whose modes are {there.on(axis)} and not {here.on(axis)}"

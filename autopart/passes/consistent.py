@@ -1,7 +1,8 @@
 """consistent: PlacedBody + Segment -> what is wrong with it. The gate that placements pass before they are written out.
 
 Nothing is taken on trust: every strategy must be one that the node's factor rule allows, every operand must be there in
-the placement that it is needed in, every move must start from what is there, and be made once.
+the placement that it is needed in, every move must start from what is there, be one that a collective makes, and be
+made once. No program is made from placements yet, so no step of processing asks.
 """
 
 from __future__ import annotations
@@ -9,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from autopart.ir.graph import Value
-from autopart.ir.placed import PlacedBody, PlacedFunction
+from autopart.ir.placed import PlacedBody, PlacedFunction, collective_of
 from autopart.ir.placement import Partial, Replicate, Shard, TensorPlacement
-from autopart.ir.segmented import Segment
+from autopart.ir.segmented import Segment, defined
 from autopart.rules.split import lengths
 from autopart.rules.strategies import Ruled, strategies
 
@@ -27,11 +28,13 @@ def faults(placed: PlacedBody, segment: Segment) -> tuple[str, ...]:
 
 
 def _function(part: PlacedFunction, degree: int, kept: dict[str, TensorPlacement]) -> Iterator[str]:
-    values: dict[str, Value] = {v.name: v for v in part.function.inputs}
-    values |= {out.name: out for node in part.function.nodes for out in node.outs if out is not None}
+    values = defined(part.function)
     given = {v.name: how for v, how in zip(part.function.inputs, part.inputs, strict=True)}
+    needed: list[tuple[str, TensorPlacement]] = []
     for node, strategy in zip(part.function.nodes, part.strategies, strict=True):
         ruled = Ruled.of(node, values)
+        operands = zip(ruled.call.operands, strategy.needs, strict=True)
+        needed += [(operand.value.name, how) for operand, (_, how) in operands if how is not None]
         cuts = () if strategy.cut is None or ruled.rule is None else (strategy.cut,)
         if strategy not in strategies(ruled, cuts, degree):
             yield f"{node.opname} -> {', '.join(node.names())} cannot run as {strategy}"
@@ -40,7 +43,8 @@ def _function(part: PlacedFunction, degree: int, kept: dict[str, TensorPlacement
     there: dict[str, set[TensorPlacement]] = {name: {how} for name, how in given.items()}
     for move in part.moves:
         yield from _move(move.value, move.source, move.target, there, values, degree)
-    for name, how in _needed(part, values, kept):
+    needed += zip(part.function.outputs, part.outputs, strict=True)
+    for name, how in (*needed, *kept.items()):
         if how not in there.get(name, ()):
             yield f"{name} is needed as {how}, and is never made that"
 
@@ -58,7 +62,7 @@ def _move(
         yield f"{name} is moved from {source}, which it is not"
     if target in held:
         yield f"{name} is made {target} twice"
-    if isinstance(source, Shard) and isinstance(target, Partial):
+    if collective_of(source, target) is None:
         yield f"{name} is {source}: nothing makes it {target}"
     for how in (source, target):
         if isinstance(how, Shard) and not _fits(values[name], how, degree):
@@ -68,18 +72,6 @@ def _move(
 
 def _fits(value: Value, how: Shard, degree: int) -> bool:
     return how.dim < len(value.shape) and lengths(value.shape[how.dim], how.outer, how.unit, degree) is not None
-
-
-def _needed(
-    part: PlacedFunction, values: dict[str, Value], kept: dict[str, TensorPlacement]
-) -> Iterator[tuple[str, TensorPlacement]]:
-    for node, strategy in zip(part.function.nodes, part.strategies, strict=True):
-        operands = Ruled.of(node, values).call.operands
-        for operand, (_, how) in zip(operands, strategy.needs, strict=True):
-            if how is not None:
-                yield operand.value.name, how
-    yield from zip(part.function.outputs, part.outputs, strict=True)
-    yield from kept.items()
 
 
 def _kept(placed: PlacedBody, segment: Segment) -> Iterator[str]:

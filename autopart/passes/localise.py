@@ -20,9 +20,9 @@ import torch
 from autopart.collectives import operator
 from autopart.ir.graph import Arg, Dim, Node, Ref, Value
 from autopart.ir.names import fresh
-from autopart.ir.placed import Move, PlacedBody, PlacedFunction, Strategy
-from autopart.ir.placement import Partial, Replicate, Shard, TensorPlacement
-from autopart.ir.segmented import Body, Function
+from autopart.ir.placed import Move, PlacedBody, PlacedFunction, Strategy, collective_of
+from autopart.ir.placement import Shard, TensorPlacement
+from autopart.ir.segmented import Body, Function, defined
 from autopart.rules.factor import plus, slots, with_argument
 from autopart.rules.split import lengths, local_shape, local_size, product
 from autopart.rules.spread import Writer
@@ -32,26 +32,25 @@ aten = torch.ops.aten
 
 DENSE: tuple[tuple[str, Arg], ...] = (("memory_format", torch.contiguous_format),)
 
+WISHES = {"all_reduce": "sum", "reduce_scatter": "sum", "all_gather": "all", "all_to_all": "swapped"}
+"""What a collective's result is called, after the value's name."""
+
 
 def localise(placed: PlacedBody, place: int) -> Body:
     """The body that place number `place` of the axis runs; the names of formals stay where placements allow it.
 
     What is saved in another placement than it is made in has the name of what it was moved to.
     """
-    names = {v.name for v in placed.body.forward.inputs} | _made(placed.body.forward)
+    names = set(defined(placed.body.forward))
     if placed.body.backward is not None:
-        names |= {v.name for v in placed.body.backward.inputs} | _made(placed.body.backward)
+        names |= defined(placed.body.backward).keys()
     forward = _Local(placed, placed.forward, place, names)
-    first = forward.written(zip(placed.body.saved, placed.saved, strict=True))
-    kept = tuple(forward.have[name, how].name for name, how in zip(placed.body.saved, placed.saved, strict=True))
+    first = forward.written(placed.wanted().items())
+    kept = tuple(forward.have[name, how].name for name, how in placed.wanted().items())
     if placed.backward is None:
         return Body(placed.body.name, first, kept, None)
     backward = _Local(placed, placed.backward, place, names, dict(zip(placed.body.saved, kept, strict=True)))
     return Body(placed.body.name, first, kept, backward.written())
-
-
-def _made(function: Function) -> set[str]:
-    return {name for node in function.nodes for name in node.names()}
 
 
 class _Local:
@@ -66,8 +65,7 @@ class _Local:
         saved: Mapping[str, str] | None = None,
     ) -> None:
         self.axis, self.degree, self.place, self.part, self.names = placed.axis, placed.degree, place, part, names
-        self.values = {v.name: v for v in part.function.inputs}
-        self.values |= {out.name: out for node in part.function.nodes for out in node.outs if out is not None}
+        self.values = defined(part.function)
         self.nodes: list[Node] = []
         self.have: dict[tuple[str, TensorPlacement], Value] = {}
         self.given: dict[str, TensorPlacement] = {}
@@ -107,9 +105,10 @@ class _Local:
             refs[slot] = self.read(name, self.given[name] if how is None else how)
         outs: list[Value | None] = []
         for out, given in zip(node.outs, strategy.gives, strict=True):
-            outs.append(None if out is None or given is None else self._local(out, given, out.name))
-            if out is not None and given is not None:
-                self._define(out.name, given, self._local(out, given, out.name))
+            local = None if out is None or given is None else self._local(out, given, out.name)
+            outs.append(local)
+            if local is not None and given is not None:
+                self._define(local.name, given, local)
         if strategy.spread:
             self._spread(ruled, strategy, refs, outs)
         else:
@@ -158,33 +157,27 @@ class _Local:
         return self.have[name, how]
 
     def _move(self, x: Value, move: Move) -> Value:
-        whole, source, target = self.values[move.value], move.source, move.target
-        match source, target:
-            case Partial(), Replicate():
-                return self._call(operator("all_reduce"), x, self.axis, "sum", move=move, wish="sum")
-            case Partial(), Shard():
-                return self._call(operator("reduce_scatter"), x, *self._split(whole, target), move=move, wish="sum")
-            case Shard(), Replicate():
-                return self._call(operator("all_gather"), x, *self._split(whole, source), move=move, wish="all")
-            case Shard(), Shard():
-                both = (*self._split(whole, source), *self._split(whole, target)[1:])
-                return self._call(operator("all_to_all"), x, *both, move=move, wish="swapped")
-            case Replicate(), Shard():
-                return self._slice(x, whole, target, move)
-            case Replicate(), Partial():
-                return x if self.place == 0 else self._call(aten.zeros_like.default, x, move=move, wish="none")
-        raise AssertionError(f"{move.value}: nothing moves {source} to {target}")
+        """A collective on the splits before and after, or what every place does alone."""
+        whole, kind = self.values[move.value], collective_of(move.source, move.target)
+        splits = [self._split(whole, how) for how in (move.source, move.target) if isinstance(how, Shard)]
+        if kind == "slice":
+            return self._slice(x, *splits[0], move)
+        if kind == "first":
+            return x if self.place == 0 else self._call(aten.zeros_like.default, x, move=move, wish="none")
+        if kind is None:
+            raise AssertionError(f"{move.value}: nothing moves {move.source} to {move.target}")
+        args: Iterable[Any] = (arg for each in splits for arg in each) if splits else ("sum",)
+        return self._call(operator(kind), x, self.axis, *args, move=move, wish=WISHES[kind])
 
-    def _split(self, whole: Value, how: Shard) -> tuple[str, int, Dim, tuple[Dim, ...]]:
-        """The arguments by which a collective knows a split: axis, dim, what is outside, the places' lengths."""
+    def _split(self, whole: Value, how: Shard) -> tuple[int, Dim, tuple[Dim, ...]]:
+        """The arguments by which a collective knows a split: dim, what is outside, the places' lengths."""
         parts = lengths(whole.shape[how.dim], how.outer, how.unit, self.degree)
         assert parts is not None  # only legal splits are chosen
-        return self.axis, how.dim, how.outer, parts
+        return how.dim, how.outer, parts
 
-    def _slice(self, x: Value, whole: Value, how: Shard, move: Move) -> Value:
+    def _slice(self, x: Value, dim: int, outer: Dim, parts: tuple[Dim, ...], move: Move) -> Value:
         """This place's piece of a whole value; a dim with an outer part is taken apart for it. Dense, as others are."""
-        _, dim, outer, parts = self._split(whole, how)
-        shape, start, own = list(whole.shape), plus(parts[: self.place]), parts[self.place]
+        shape, start, own = list(x.shape), plus(parts[: self.place]), parts[self.place]
         if outer == 1:
             piece = self._call(aten.slice.Tensor, x, dim, start, plus((start, own)), move=move, wish="part")
             return self._call(aten.clone.default, piece, move=move, wish="part", keywords=DENSE)
@@ -194,7 +187,7 @@ class _Local:
         piece = self._call(
             aten.slice.Tensor, apart, dim + 1, start, plus((start, own)), move=move, wish="part", shape=local
         )
-        merged = local_shape(shape, how, self.degree, self.place)
+        merged = local_shape(shape, move.target, self.degree, self.place)
         return self._call(aten.reshape.default, piece, merged, move=move, wish="part")
 
     def _call(

@@ -27,7 +27,7 @@ import torch
 
 from autopart.errors import CaptureError
 from autopart.ir.captured import Captured, dead_code_eliminated
-from autopart.ir.graph import Arg, Input, Node, Output, Ref, Share, Size, Value
+from autopart.ir.graph import Arg, Input, Node, Output, Ref, Share, Size, Value, ancestors, descendants
 from autopart.ir.placement import Partial, Shard
 from autopart.passes.accumulate import trees
 from autopart.passes.boundary import check_detached, with_everywhere, with_own_input_gradients
@@ -107,10 +107,7 @@ def _check_updates(captured: Captured) -> None:
     """Refuse a step that computes with a buffer which its forward updates: it is not the same on all microbatches."""
     held = {item.target: item.value.name for item in captured.of_kind("buffer")}
     for out in captured.updates():
-        reached = {held[out.target]} if out.target in held else set()
-        for node in captured.nodes:
-            if reached.intersection(node.refs()):
-                reached.update(node.names())
+        reached = descendants(captured.nodes, {held[out.target]} if out.target in held else ())
         if reader := next((o for o in captured.outputs if o.name in reached and o.kind != "mutation"), None):
             place = next((node.place() for node in captured.nodes if out.name in node.names()), "")
             raise CaptureError(
@@ -215,17 +212,11 @@ def _with_prologue(captured: Captured, wanted: Iterable[str]) -> Captured:
     wanted = set(wanted)
     if not wanted:
         return captured
-    needed, cone = set(wanted), []
-    for node in reversed(captured.nodes):
-        if not needed.isdisjoint(node.names()):
-            cone.append(node)
-            needed.update(node.refs())
+    cone = ancestors(captured.nodes, wanted)[0]
     values = {value.name: value for value in captured.values()}
     names = {name: name if name in wanted else f"{name}_whole" for node in cone for name in node.names()}
-    prologue = tuple(_whole(node.renamed(names)) for node in reversed(cone))
-    inputs = tuple(
-        Input(values[name], "prologue", name) for node in reversed(cone) for name in node.names() if name in wanted
-    )
+    prologue = tuple(_whole(node.renamed(names)) for node in cone)
+    inputs = tuple(Input(values[name], "prologue", name) for node in cone for name in node.names() if name in wanted)
     nodes = tuple(_without(node, wanted) for node in captured.nodes)
     captured = replace(
         captured,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from autopart.ir.graph import Arg, Dim, Node, Size, Value
+from autopart.ir.graph import Size
 from autopart.ir.segmented import Body, Function, Segmented
 
 
@@ -29,24 +29,10 @@ def _body(body: Body, samples: int) -> Body:
 
 
 def _function(function: Function, samples: int) -> Function:
-    inputs = tuple(_value(value, samples) for value in function.inputs)
-    return Function(inputs, tuple(_node(node, samples) for node in function.nodes), function.outputs)
+    def counted(size: Size) -> Size:
+        """A reciprocal of the batch falls by as much as others grow."""
+        per_unit = size.per_sample / samples if size.inverse else size.per_sample * samples
+        return replace(size, per_sample=per_unit)
 
-
-def _node(node: Node, samples: int) -> Node:
-    def leaf(arg: Arg) -> Arg:
-        return _size(arg, samples) if isinstance(arg, Size) else arg
-
-    outs = tuple(None if out is None else _value(out, samples) for out in node.outs)
-    return replace(node.mapped(leaf), outs=outs)
-
-
-def _value(value: Value, samples: int) -> Value:
-    shape: tuple[Dim, ...] = tuple(_size(n, samples) if isinstance(n, Size) else n for n in value.shape)
-    return replace(value, shape=shape)
-
-
-def _size(size: Size, samples: int) -> Size:
-    """A reciprocal of the batch falls by as much as others grow."""
-    per_unit = size.per_sample / samples if size.inverse else size.per_sample * samples
-    return replace(size, per_sample=per_unit)
+    inputs = tuple(value.sized(counted) for value in function.inputs)
+    return Function(inputs, tuple(node.sized(counted) for node in function.nodes), function.outputs)

@@ -27,9 +27,8 @@ def product(sizes: Iterable[Dim]) -> Dim:
 
 def lengths(size: Dim, outer: Dim, unit: Dim, degree: int) -> tuple[Dim, ...] | None:
     """The elements of the split part that each place has; None if the split is not legal."""
-    rest = ratio(size, outer)
-    count = None if rest is None else ratio(rest, unit)
-    if rest is None or count is None:
+    count = _units(size, outer, unit)
+    if count is None:
         return None
     even = ratio(count, degree)
     if even is not None and even != 0:
@@ -41,8 +40,7 @@ def lengths(size: Dim, outer: Dim, unit: Dim, degree: int) -> tuple[Dim, ...] | 
 
 def is_even(size: Dim, outer: Dim, unit: Dim, degree: int) -> bool:
     """Whether all places have equally many units of the split part."""
-    rest = ratio(size, outer)
-    count = None if rest is None else ratio(rest, unit)
+    count = _units(size, outer, unit)
     return count is not None and ratio(count, degree) is not None
 
 
@@ -112,6 +110,11 @@ def share(shape: Sequence[Dim], how: TensorPlacement | None, degree: int) -> flo
 
 def part(size: Dim, outer: Dim, unit: Dim, degree: int) -> float:
     """The part of a split loop or dim that the fullest place has."""
-    rest = ratio(size, outer)
-    count = None if rest is None else ratio(rest, unit)
+    count = _units(size, outer, unit)
     return -(-count // degree) / count if isinstance(count, int) else 1 / degree
+
+
+def _units(size: Dim, outer: Dim, unit: Dim) -> Dim | None:
+    """How many units the split part has; None if it is not whole units."""
+    rest = ratio(size, outer)
+    return None if rest is None else ratio(rest, unit)

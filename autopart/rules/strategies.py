@@ -18,7 +18,7 @@ import torch
 from autopart.ir.graph import Arg, Node, Value
 from autopart.ir.placed import Cut, Strategy
 from autopart.ir.placement import Partial, Replicate, Shard, TensorPlacement
-from autopart.rules.factor import Call, Rule, bind
+from autopart.rules.factor import Call, Dims, Rule, bind
 from autopart.rules.split import cut_of, legal, shard_of
 from autopart.rules.spread import Spread, spread
 from autopart.rules.table import family
@@ -58,15 +58,16 @@ class Ruled:
         """The cuts under which an operand or a result of this name is split so."""
         if self.rule is None:
             return
-        dims = [d for (_, d), o in zip(self._operands(), self.call.operands, strict=True) if o.value.name == name]
+        dims = [d for (_, d), o in zip(self.operands(), self.call.operands, strict=True) if o.value.name == name]
         dims += [d for d, out in zip(self.rule.results, self.node.outs, strict=False) if out and out.name == name and d]
         for found in dims:
             cut = cut_of(found, self.rule.factors, shard, degree)
             if cut is not None and self.allows(cut, degree):
                 yield cut
 
-    def _operands(self) -> list[tuple[str, tuple[tuple[int, ...], ...]]]:
-        assert self.rule is not None
+    def operands(self) -> list[tuple[str, Dims]]:
+        """The loops of every tensor operand, by slot."""
+        assert self.rule is not None  # loops are its factors
         dims = dict(self.rule.operands)
         return [(operand.slot, dims[operand.slot]) for operand in self.call.operands]
 
@@ -76,8 +77,8 @@ def strategies(ruled: Ruled, cuts: Iterable[Cut], degree: int) -> tuple[Strategy
     if ruled.rule is None:
         return (_whole(ruled),)
     found = [made for cut in cuts if (made := split(ruled, cut, degree)) is not None]
-    found += [_pending(ruled, together) for together in ruled.rule.linear if _summable(ruled, together)]
-    return tuple(dict.fromkeys((_whole(ruled), *(made for made in found if not _adds_flags(ruled, made)))))
+    sums = [_pending(ruled, together) for together in ruled.rule.linear if _summable(ruled, together)]
+    return tuple(dict.fromkeys((_whole(ruled), *found, *(made for made in sums if not _adds_flags(ruled, made)))))
 
 
 def _adds_flags(ruled: Ruled, strategy: Strategy) -> bool:
@@ -105,23 +106,24 @@ def _ignored(ruled: Ruled, slot: str) -> bool:
 
 
 def split(ruled: Ruled, cut: Cut, degree: int) -> Strategy | None:
-    """The strategy that splits a loop; None where a result does not come together from its pieces by adding."""
+    """The strategy that splits a loop; None where a result does not come together from its pieces by adding numbers."""
     rule = ruled.rule
     assert rule is not None
     added = rule.additive(cut.factor)
     if not _only_zeros(ruled.call, added):
         return None
     needs: list[tuple[str, TensorPlacement | None]] = []
-    for operand, dims in ((o, dict(rule.operands)[o.slot]) for o in ruled.call.operands):
+    for slot, dims in ruled.operands():
         shard = shard_of(dims, rule.factors, cut, degree)
-        other: TensorPlacement | None = None if _ignored(ruled, operand.slot) else Replicate()
-        needs.append((operand.slot, shard or (Partial() if operand.slot in added else other)))
+        other: TensorPlacement | None = None if _ignored(ruled, slot) else Replicate()
+        needs.append((slot, shard or (Partial() if slot in added else other)))
     gives = tuple(
         None if out is None else _result(ruled, number, cut, degree) for number, out in enumerate(ruled.node.outs)
     )
     if any(how is None and out is not None for how, out in zip(gives, ruled.node.outs, strict=True)):
         return None
-    return Strategy(tuple(needs), gives, cut, rule.factors[cut.factor].blocked)
+    made = Strategy(tuple(needs), gives, cut, rule.factors[cut.factor].blocked)
+    return None if _adds_flags(ruled, made) else made
 
 
 def _result(ruled: Ruled, number: int, cut: Cut, degree: int) -> TensorPlacement | None:

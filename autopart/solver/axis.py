@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from autopart.cluster import Cluster
 from autopart.ir.graph import Node, Value
-from autopart.ir.placed import Strategy
-from autopart.ir.placement import Partial, Replicate, Shard, TensorPlacement
+from autopart.ir.placed import Strategy, collective_of
+from autopart.ir.placement import TensorPlacement
 from autopart.ir.traffic import sent_bytes
 from autopart.rules.alias import viewed
 from autopart.rules.flops import GATHERS, flops
@@ -56,18 +56,24 @@ class Axis:
         kind = collective_of(source, target)
         return IMPOSSIBLE if kind is None else LOCAL if kind in ("slice", "first") else self.collective(kind, nbytes)
 
-    def compute(self, node: Node, ruled: Ruled, strategy: Strategy, values: Mapping[str, Value]) -> int:
-        """The time of a node under a strategy, on the fullest place; `node` and `values` are of plain sizes."""
+    def times(
+        self, node: Node, ruled: Ruled, taken: Sequence[Strategy], values: Mapping[str, Value]
+    ) -> tuple[int, ...]:
+        """The time of a node under each strategy, on the fullest place; `node` and `values` are of plain sizes."""
         if viewed(node) is not None:
-            return 0
+            return (0,) * len(taken)
+        work = float(flops(node, values))
+        return tuple(self._time(work, ruled, strategy, values) for strategy in taken)
+
+    def _time(self, work: float, ruled: Ruled, strategy: Strategy, values: Mapping[str, Value]) -> int:
+        """The time of `work` FLOPs, and of the bytes that go through memory for them."""
         cluster = self.cluster
         read = [(o.value, how) for o, (_, how) in zip(ruled.call.operands, strategy.needs, strict=True)]
         made = [(v, how) for v, how in zip(ruled.node.outs, strategy.gives, strict=True) if v is not None]
-        if node.op.overloadpacket.__name__ in GATHERS:
+        if ruled.node.op.overloadpacket.__name__ in GATHERS:
             read = [*read[1:], *made]
         moved = sum(self.local_bytes(value, how) for value, how in (*dict.fromkeys(read), *made))
-        work = float(flops(node, values)) * self._part(ruled, strategy)
-        seconds = max(work / cluster.flops, moved / cluster.bandwidth)
+        seconds = max(work * self._part(ruled, strategy) / cluster.flops, moved / cluster.bandwidth)
         return round(seconds * PICO) + (self._exchanges(ruled, values) if strategy.spread else 0)
 
     def local_bytes(self, value: Value, how: TensorPlacement | None) -> float:
@@ -88,21 +94,3 @@ class Axis:
             return 0
         value = values[next(o.value.name for o in ruled.call.operands if o.slot == slot)]
         return ruled.spread.exchanges * self.collective("all_reduce", value.nbytes(1) // value.at(1)[dim])
-
-
-def collective_of(source: TensorPlacement, target: TensorPlacement) -> str | None:
-    """The collective that makes one placement into another; ``slice`` and ``first`` are local; None: there is none."""
-    match source, target:
-        case Partial(), Replicate():
-            return "all_reduce"
-        case Partial(), Shard():
-            return "reduce_scatter"
-        case Shard(), Replicate():
-            return "all_gather"
-        case Shard(), Shard():
-            return "all_to_all"
-        case Replicate(), Shard():
-            return "slice"
-        case Replicate(), Partial():
-            return "first"
-    return None

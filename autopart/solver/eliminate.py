@@ -18,11 +18,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from math import log2, prod
+from math import isfinite, log2, prod
 
 import torch
 
-from autopart.solver.layout import IMPOSSIBLE, MOST, Layout, Unit, reach
+from autopart.solver.layout import MOST, Layout, Moves, Unit, tree
 
 Variable = str
 """``u:name`` for a unit, ``s:name`` for a value's set."""
@@ -45,9 +45,12 @@ class Eliminated:
     parts: tuple[tuple[Variable, tuple[Table, ...]], ...]
 
     def least(self, given: Mapping[Variable, int] | None = None) -> int | None:
-        """The least cost where kept variables have the values `given`; None if there is no way."""
+        """The least cost where kept variables have the values `given`; None if there is no way.
+
+        Sums are of float64: exact up to 2**53.
+        """
         found = float(self.costs[tuple((given or {}).get(v, slice(None)) for v in self.keep)].min())
-        return int(found) if found < IMPOSSIBLE else None
+        return int(found) if isfinite(found) else None
 
     def best(self, given: Mapping[Variable, int] | None = None) -> dict[Variable, int] | None:
         """The values of all variables at that cost; of several that are equally good, the first."""
@@ -145,18 +148,19 @@ def _tables(layout: Layout, price: float) -> Iterator[Table]:
 
 
 def _value_tables(
-    value: str, maker: Unit, made: int, readers: Sequence[tuple[Unit, int]], moves: tuple[tuple[int, ...], ...]
+    value: str, maker: Unit, made: int, readers: Sequence[tuple[Unit, int]], moves: Moves
 ) -> Iterator[Table]:
     wanted = [{o.needs[place] for o in unit.options} for unit, place in readers]
     sets = [*_sets(wanted)]
     given = [option.gives[made] for option in maker.options]
-    trees = {how: [_least(moves, how, needed) for needed in sets] for how in set(given)}
-    rows = torch.tensor([trees[how] for how in given], dtype=torch.float64)
+    trees = {how: [tree(moves, how, needed) for needed in sets] for how in set(given)}
+    costs = {how: [torch.inf if found is None else found.cost for found in row] for how, row in trees.items()}
+    rows = torch.tensor([costs[how] for how in given], dtype=torch.float64)
     yield Table((f"u:{maker.name}", f"s:{value}"), rows)
     for unit, place in readers:
         fits = [[o.needs[place] is None or o.needs[place] in needed for o in unit.options] for needed in sets]
-        costs = torch.zeros(len(sets), len(unit.options), dtype=torch.float64)
-        yield Table((f"s:{value}", f"u:{unit.name}"), costs.masked_fill(~torch.tensor(fits), torch.inf))
+        free = torch.zeros(len(sets), len(unit.options), dtype=torch.float64)
+        yield Table((f"s:{value}", f"u:{unit.name}"), free.masked_fill(~torch.tensor(fits), torch.inf))
 
 
 def _sets(wanted: Sequence[Collection[int | None]]) -> Iterator[frozenset[int]]:
@@ -165,11 +169,6 @@ def _sets(wanted: Sequence[Collection[int | None]]) -> Iterator[frozenset[int]]:
     least = 0 if all(None in needs for needs in wanted) else 1
     for count in range(least, min(len(wanted), len(places), MOST) + 1):
         yield from map(frozenset, combinations(places, count))
-
-
-def _least(moves: tuple[tuple[int, ...], ...], given: int, needed: frozenset[int]) -> float:
-    costs = (found.cost for held, found in reach(moves, given).items() if needed - {given} <= held)
-    return min(costs, default=torch.inf)
 
 
 def _neighbours(tables: Iterable[Table]) -> dict[Variable, set[Variable]]:

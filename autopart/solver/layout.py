@@ -67,10 +67,11 @@ class Tree:
     steps: tuple[tuple[int, int], ...]
 
 
-def tree(moves: Moves, given: int, needed: Iterable[int]) -> Tree:
-    """The cheapest tree from `given` that has all of `needed`."""
+def tree(moves: Moves, given: int, needed: Iterable[int]) -> Tree | None:
+    """The cheapest tree from `given` that has all of `needed`; None if there is no way."""
     targets = frozenset(needed) - {given}
-    return min((found for held, found in reach(moves, given).items() if targets <= held), key=lambda t: t.cost)
+    found = (each for held, each in reach(moves, given).items() if targets <= held)
+    return min(found, key=lambda t: t.cost, default=None)
 
 
 @lru_cache(maxsize=4096)
@@ -96,15 +97,12 @@ def reach(moves: Moves, given: int) -> dict[frozenset[int], Tree]:
 def evaluate(layout: Layout, picks: Sequence[int], price: float = 0.0) -> int | None:
     """What a choice of one option a unit costs, None if some value cannot be had as it is needed."""
     chosen = [unit.options[pick] for unit, pick in zip(layout.units, picks, strict=True)]
-    total = sum(option.cost(price) for option in chosen)
+    total, moves = sum(option.cost(price) for option in chosen), dict(layout.moves)
     for value, given, needed in flows(layout, chosen):
-        if len(needed) > MOST:
+        found = tree(moves[value], given, needed) if len(needed) <= MOST else None
+        if found is None:
             return None
-        reached = reach(dict(layout.moves)[value], given)
-        costs = [t.cost for held, t in reached.items() if needed - {given} <= held]
-        if not costs:
-            return None
-        total += min(costs)
+        total += found.cost
     return total
 
 

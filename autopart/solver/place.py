@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from autopart.errors import PlanInfeasible
+from autopart.ir.graph import descendants
 from autopart.ir.placed import PlacedBody
 from autopart.ir.placement import TensorPlacement
 from autopart.ir.segmented import Segment, Segmented
@@ -41,10 +42,14 @@ class Placed:
 
 @dataclass(frozen=True, slots=True)
 class _Wired:
-    """A segment's body as a layout, and what each unit of its boundary is outside: a value or a parameter."""
+    """A segment's body as a layout, and what each unit of its boundary is outside: a value or a parameter.
+
+    `choices` are the placements among which each of `units` chooses. Segments with one layout have equal units.
+    """
 
     layout: BodyLayout
     units: tuple[str, ...]
+    choices: tuple[tuple[TensorPlacement, ...], ...]
     variables: tuple[str, ...]
 
 
@@ -53,18 +58,19 @@ def place(
 ) -> Placed:
     """The fastest placement of every value on an axis. `pins` are placements of parameters, by target.
 
-    What the caller passes is whole at every place, and so are the loss and gradients of inputs. Where `memory` (bytes)
-    binds, it is the fastest of those that are fastest at some price of a byte: what lies on the convex hull of time
-    against memory. Raises ValueError for a pin that no layout can keep, naming those that one can, and PlanInfeasible
-    where nothing fits.
+    What the caller passes is whole at every place, and so are the loss and gradients of inputs. A byte costs `TIE` in
+    any case, so of layouts that are equally fast the smaller is taken. Where `memory` (bytes) binds, it is the fastest
+    of those that are fastest at some price of a byte: what lies on the convex hull of time against memory. Raises
+    ValueError for a pin that no layout can keep, naming those that one can, and PlanInfeasible where nothing fits.
     """
     pins = dict(pins or {})
     _known(segmented, pins)
     wired = _wired(segmented, axis, pins.keys())
-    found = _at(wired, pins, axis, TIE)
+    domains = _domains(wired)
+    found = _at(wired, domains, pins, axis, TIE)
     if memory is None or found.memory <= memory:
         return found
-    smallest = _at(wired, pins, axis, DEAR)
+    smallest = _at(wired, domains, pins, axis, DEAR)
     if smallest.memory > memory:
         raise PlanInfeasible(
             f"on {axis.name}={axis.degree} the parameters and what is saved for the backward take at least"
@@ -72,7 +78,7 @@ def place(
         )
     over, under = found, smallest
     while under.time > over.time:  # the hull between the two: the price at which they cost the same may find a third
-        middle = _at(wired, pins, axis, (under.time - over.time) / (over.memory - under.memory))
+        middle = _at(wired, domains, pins, axis, (under.time - over.time) / (over.memory - under.memory))
         if not under.memory < middle.memory < over.memory:
             break
         over, under = (over, middle) if middle.memory <= memory else (middle, under)
@@ -87,7 +93,7 @@ def _wired(segmented: Segmented, axis: Axis, pinned: Collection[str]) -> list[_W
     users = Counter(target for segment in segmented.segments for target in segment.parameters)
     outside = {target for target, count in users.items() if count > 1} | set(pinned)
     whole = _whole(segmented)
-    layouts: dict[tuple[int, tuple[str, ...]], BodyLayout] = {}
+    layouts: dict[tuple[int, tuple[str, ...]], tuple[BodyLayout, tuple[tuple[TensorPlacement, ...], ...]]] = {}
     found = []
     for segment in segmented.segments:
         wires = _wires(segmented, segment, outside)
@@ -95,20 +101,26 @@ def _wired(segmented: Segmented, axis: Axis, pinned: Collection[str]) -> list[_W
         key = segment.body, units
         if key not in layouts:
             shared = {unit.split()[-1] for unit, name in wires.items() if name in whole}
-            layouts[key] = layout_of(segmented.bodies[segment.body], segment, axis, shared)
-        found.append(_Wired(layouts[key], units, tuple(wires[unit] for unit in units)))
+            layout = layout_of(segmented.bodies[segment.body], segment, axis, shared)
+            layouts[key] = layout, tuple(layout.choices(unit) for unit in units)
+        layout, choices = layouts[key]
+        found.append(_Wired(layout, units, choices, tuple(wires[unit] for unit in units)))
     return found
 
 
-def _at(wired: Sequence[_Wired], pins: Mapping[str, TensorPlacement], axis: Axis, price: float) -> Placed:
+def _at(
+    wired: Sequence[_Wired],
+    domains: Mapping[str, tuple[TensorPlacement, ...]],
+    pins: Mapping[str, TensorPlacement],
+    axis: Axis,
+    price: float,
+) -> Placed:
     """The best placement at a price of a byte."""
-    solved: dict[tuple[int, tuple[str, ...]], Eliminated] = {}
+    solved: dict[int, Eliminated] = {}
     for one in wired:
-        key = id(one.layout), one.units
-        if key not in solved:
-            solved[key] = solve(one.layout.layout, one.units, price)
-    domains = _domains(wired)
-    tables = [_over(one, solved[id(one.layout), one.units].costs, domains) for one in wired]
+        if id(one.layout) not in solved:
+            solved[id(one.layout)] = solve(one.layout.layout, one.units, price)
+    tables = [_over(one, solved[id(one.layout)].costs, domains) for one in wired]
     tables += [_pinned(variable, how, domains) for variable, how in pins.items()]
     values = eliminate(tables).best()
     if values is None:
@@ -118,12 +130,12 @@ def _at(wired: Sequence[_Wired], pins: Mapping[str, TensorPlacement], axis: Axis
     taken = []
     for one in wired:
         given = {
-            f"u:{unit}": one.layout.choices(unit).index(between[variable])
-            for unit, variable in zip(one.units, one.variables, strict=True)
+            f"u:{unit}": choices.index(between[variable])
+            for unit, choices, variable in zip(one.units, one.choices, one.variables, strict=True)
         }
         same = id(one.layout), tuple(given.items())
         if same not in bodies:
-            bodies[same] = _body(one.layout, solved[id(one.layout), one.units], given)
+            bodies[same] = _body(one.layout, solved[id(one.layout)], given)
         taken.append(bodies[same])
     times, memories = sum(time for _, time, _ in taken), sum(memory for _, _, memory in taken)
     return Placed(tuple(body for body, _, _ in taken), between, times, memories)
@@ -150,10 +162,8 @@ def _known(segmented: Segmented, pins: Mapping[str, TensorPlacement]) -> None:
 def _whole(segmented: Segmented) -> set[str]:
     """The values between segments that are whole at every place."""
     captured = segmented.captured
-    trained = {item.value.name for item in captured.of_kind("parameter") if item.requires_grad}
-    for node in captured.nodes:
-        if not trained.isdisjoint(node.refs()):
-            trained.update(node.names())
+    parameters = (item.value.name for item in captured.of_kind("parameter") if item.requires_grad)
+    trained = descendants(captured.nodes, parameters)
     readers = Counter(name for segment in segmented.segments for name in segment.values)
     given = {item.value.name for item in captured.of_kind("input", "tangent")}
     returned = {out.name for out in captured.outputs if out.kind in ("loss", "input_grad")}
@@ -186,16 +196,16 @@ def _domains(wired: Sequence[_Wired]) -> dict[str, tuple[TensorPlacement, ...]]:
     """The placements of every variable that some segment can do."""
     found: dict[str, dict[TensorPlacement, None]] = {}
     for one in wired:
-        for unit, variable in zip(one.units, one.variables, strict=True):
-            found.setdefault(variable, {}).update(dict.fromkeys(one.layout.choices(unit)))
+        for choices, variable in zip(one.choices, one.variables, strict=True):
+            found.setdefault(variable, {}).update(dict.fromkeys(choices))
     return {variable: tuple(places) for variable, places in found.items()}
 
 
 def _over(one: _Wired, costs: torch.Tensor, domains: Mapping[str, tuple[TensorPlacement, ...]]) -> Table:
     """A body's table over the variables of a segment; a placement that it cannot do costs infinity."""
     variables = one.variables
-    for dim, (unit, variable) in enumerate(zip(one.units, variables, strict=True)):
-        own = {how: i for i, how in enumerate(one.layout.choices(unit))}
+    for dim, (choices, variable) in enumerate(zip(one.choices, variables, strict=True)):
+        own = {how: i for i, how in enumerate(choices)}
         at = [own.get(how, len(own)) for how in domains[variable]]
         nowhere = torch.full_like(costs.narrow(dim, 0, 1), torch.inf)
         costs = torch.cat((costs, nowhere), dim).index_select(dim, torch.tensor(at))

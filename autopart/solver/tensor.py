@@ -17,12 +17,12 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from autopart.ir.graph import Node, Size, Value, map_arg
+from autopart.ir.graph import Size, Value
 from autopart.ir.placed import Cut, Move, PlacedBody, PlacedFunction, Strategy
 from autopart.ir.placement import Partial, Replicate, Shard, TensorPlacement
 from autopart.ir.segmented import Body, Function, Segment
 from autopart.rules.alias import roots
-from autopart.rules.strategies import Ruled, strategies
+from autopart.rules.strategies import Ruled, split, strategies
 from autopart.solver.axis import Axis
 from autopart.solver.layout import Layout, Option, Unit, flows, tree
 
@@ -32,17 +32,13 @@ LATER = "'"
 
 @dataclass(frozen=True, slots=True)
 class BodyLayout:
-    """A body as a layout. `placements` lists each value's; ``strategies[i]`` are unit i's options, if it is a node.
-
-    `boundary` names the units of values that come from outside or go there, and of parameters, in the body's order.
-    """
+    """A body as a layout. `placements` lists each value's; ``strategies[i]`` are unit i's options, if it is a node."""
 
     body: Body
     axis: Axis
     layout: Layout
     placements: Mapping[str, tuple[TensorPlacement, ...]]
     strategies: tuple[tuple[Strategy, ...], ...]
-    boundary: tuple[str, ...]
 
     def choices(self, unit: str) -> tuple[TensorPlacement, ...]:
         """The placements among which a unit of the boundary chooses, in the order of its options."""
@@ -61,7 +57,9 @@ class BodyLayout:
         for value, how, needed in flows(self.layout, list(chosen.values())):
             places = self.placements[value]
             given[value] = places[how]
-            moves += [Move(value, places[a], places[b]) for a, b in tree(prices[value], how, needed).steps]
+            way = tree(prices[value], how, needed)
+            assert way is not None  # a solution has a way to whatever it needs
+            moves += [Move(value, places[a], places[b]) for a, b in way.steps]
         forward, backward = self.body.forward, self.body.backward
 
         def outputs(function: Function, names: Mapping[str, str], phase: str) -> tuple[TensorPlacement, ...]:
@@ -141,7 +139,7 @@ class _Build:
             self.places[name] = (Replicate(), *sums, *sorted(shards.get(key, ()), key=str))
         units = [*self._sources(), *self._own_parameters()]
         found: list[tuple[Strategy, ...]] = [()] * len(units)
-        numbers = {name: _plain_value(value, self.axis.batch) for name, value in self.values.items()}
+        numbers = {name: value.sized(self._plain) for name, value in self.values.items()}
         for number, (ruled, taken) in enumerate(zip(self.ruled, options, strict=True)):
             units.append(self._node(number, ruled, taken, numbers))
             found.append(taken)
@@ -152,8 +150,7 @@ class _Build:
             (name, self.axis.moves(value, self.places[name])) for name, value in self.values.items() if name in read
         )
         moves += tuple((name, ((0,) * len(p),) * len(p)) for name, p in self.places.items() if name not in read)
-        boundary = tuple(u.name for u in units if u.name.split()[0] in ("in", "parameter", "out", "back"))
-        return BodyLayout(self.body, self.axis, Layout(tuple(units), moves), self.places, tuple(found), boundary)
+        return BodyLayout(self.body, self.axis, Layout(tuple(units), moves), self.places, tuple(found))
 
     # ---- which placements come into question -------------------------------------------------------------------------
 
@@ -192,15 +189,15 @@ class _Build:
                 yield from ruled.cut_for(name, shard, self.degree)
 
     def _splits(self, ruled: Ruled, cut: Cut) -> Iterator[tuple[str, Shard]]:
-        for made in strategies(ruled, (cut,), self.degree)[1:]:
-            if made.cut is None:
-                continue
-            for operand, (_, how) in zip(ruled.call.operands, made.needs, strict=True):
-                if isinstance(how, Shard):
-                    yield operand.value.name, how
-            for out, given in zip(ruled.node.outs, made.gives, strict=True):
-                if out is not None and isinstance(given, Shard):
-                    yield out.name, given
+        made = split(ruled, cut, self.degree)
+        if made is None:
+            return
+        for operand, (_, how) in zip(ruled.call.operands, made.needs, strict=True):
+            if isinstance(how, Shard):
+                yield operand.value.name, how
+        for out, given in zip(ruled.node.outs, made.gives, strict=True):
+            if out is not None and isinstance(given, Shard):
+                yield out.name, given
 
     def _pending(self, options: Sequence[tuple[Strategy, ...]]) -> set[str]:
         """The values that some strategy needs or gives as a part of a sum."""
@@ -220,15 +217,19 @@ class _Build:
 
     def _node(self, number: int, ruled: Ruled, taken: Sequence[Strategy], numbers: Mapping[str, Value]) -> Unit:
         node = ruled.node
-        plain = _plain_node(node, self.axis.batch)
         reads = tuple(o.value.name for o in ruled.call.operands)
+        times = self.axis.times(node.sized(self._plain), ruled, taken, numbers)
         made = []
-        for strategy in taken:
+        for strategy, time in zip(taken, times, strict=True):
             needs = tuple(self._place(n, how) for n, (_, how) in zip(reads, strategy.needs, strict=True))
             outs = [(o.name, how) for o, how in zip(node.outs, strategy.gives, strict=True) if o is not None]
             gives = tuple(self.places[name].index(how) for name, how in outs if how is not None)
-            made.append(Option(needs, gives, self.axis.compute(plain, ruled, strategy, numbers)))
+            made.append(Option(needs, gives, time))
         return Unit(f"node {number}", reads, node.names(), tuple(made))
+
+    def _plain(self, size: Size) -> int:
+        """A size as a plain number."""
+        return int(size.at(self.axis.batch))
 
     def _sources(self) -> Iterator[Unit]:
         for name in (*self.given, *self.back_given):
@@ -287,17 +288,3 @@ class _Build:
 def layout_of(body: Body, segment: Segment, axis: Axis, whole: Collection[str] = ()) -> BodyLayout:
     """The layout of a body, whose formals are those of `segment`, on an axis. What is in `whole` passes it unsplit."""
     return _Build(body, segment, axis, whole).build()
-
-
-def _plain_value(value: Value, batch: int) -> Value:
-    return replace(value, shape=value.at(batch))
-
-
-def _plain_node(node: Node, batch: int) -> Node:
-    """The node with plain numbers for sizes; it serves to count FLOPs."""
-
-    def leaf(arg: object) -> object:
-        return int(arg.at(batch)) if isinstance(arg, Size) else arg
-
-    outs = tuple(None if out is None else _plain_value(out, batch) for out in node.outs)
-    return replace(node, args=map_arg(node.args, leaf), outs=outs)
