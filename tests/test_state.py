@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopart.ir.placement import PRESETS, Placement
-from autopart.ir.state import Parameter, State, Unit, used_units
+from autopart.ir.state import Parameter, Piece, State, Unit, used_units
 
 shapes = st.lists(st.integers(1, 7), max_size=3).map(tuple)
 
@@ -65,3 +65,11 @@ def test_state_finds_units() -> None:
     state = State((one, two), ())
     assert state.unit("t") is two and state.homes() == {"a.w": one, "a.b": one, "t": two}
     assert used_units(["t", "a.b", "a.w"], state.homes()) == (two, one)
+
+
+def test_a_piece_is_the_same_elements_of_every_run() -> None:
+    whole = torch.arange(24).reshape(2, 12)
+    piece = Piece("tp", (2, 12), 1, 3, 1, 3)
+    assert piece.of(whole)[0].tolist() == [1, 2, 5, 6, 9, 10] and piece.local == (2, 6)
+    again = Parameter("w", (1, 6), torch.int64, (piece, Piece("ep", (2, 6), 0, 1, 1, 2)))
+    assert again.piece_of(whole).tolist() == [[13, 14, 17, 18, 21, 22]] and again.module_shape == (2, 12)

@@ -18,12 +18,57 @@ from autopart.ir.placement import Modes
 
 
 @dataclass(frozen=True, slots=True)
+class Piece:
+    """What a place of the mesh axis `axis` has of a tensor of `shape`.
+
+    Dim `dim` is seen as `outer` runs of equal length, one after the other; the place has the elements ``[start, stop)``
+    of each run.
+    """
+
+    axis: str
+    shape: tuple[int, ...]
+    dim: int
+    outer: int
+    start: int
+    stop: int
+
+    @property
+    def local(self) -> tuple[int, ...]:
+        """The shape of the piece."""
+        return (*self.shape[: self.dim], self.outer * (self.stop - self.start), *self.shape[self.dim + 1 :])
+
+    def of(self, whole: torch.Tensor) -> torch.Tensor:
+        """The piece of a whole tensor; a view where there is one run."""
+        if self.outer == 1:
+            return whole.narrow(self.dim, self.start, self.stop - self.start)
+        before, after = self.shape[: self.dim], self.shape[self.dim + 1 :]
+        runs = whole.reshape(*before, self.outer, self.shape[self.dim] // self.outer, *after)
+        return runs.narrow(self.dim + 1, self.start, self.stop - self.start).reshape(self.local)
+
+
+@dataclass(frozen=True, slots=True)
 class Parameter:
-    """A parameter by its name in the module, with its whole shape."""
+    """A parameter by its name in the module, with the shape that programs know.
+
+    That is the module's, but where mesh axes split the tensors inside segments: there each of `pieces` is what a place
+    has of the one before it, the first of the module's parameter, and `shape` is that of the last.
+    """
 
     target: str
     shape: tuple[int, ...]
     dtype: torch.dtype
+    pieces: tuple[Piece, ...] = ()
+
+    @property
+    def module_shape(self) -> tuple[int, ...]:
+        """The shape of the parameter in the module."""
+        return self.pieces[0].shape if self.pieces else self.shape
+
+    def piece_of(self, whole: torch.Tensor) -> torch.Tensor:
+        """What the places of this program have of the module's parameter."""
+        for piece in self.pieces:
+            whole = piece.of(whole)
+        return whole
 
     @property
     def numel(self) -> int:
