@@ -42,6 +42,11 @@ def operator(name: str) -> Any:
     return getattr(torch.ops.autopart, name).default
 
 
+def collective_name(op: Any) -> str:
+    """The name of a collective's operator."""
+    return str(op.overloadpacket.__name__)
+
+
 def is_collective(op: Any) -> bool:
     """Whether an operator is one of these."""
     return bool(op.namespace == "autopart" and op.overloadpacket.__name__ in SCHEMAS)

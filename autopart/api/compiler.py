@@ -12,24 +12,30 @@ from typing import Any, Unpack
 import torch
 
 from autopart import capture as capturing
+from autopart.api import tensor
 from autopart.api.options import SEMANTICS, one_of
 from autopart.api.plain import check_hooks
+from autopart.api.tensor import Inside
 from autopart.capture import NO_TARGET
 from autopart.capture.call import Call
 from autopart.codegen.shapes import Bodies
+from autopart.errors import PlanInfeasible
 from autopart.ir.action import Scheduled
 from autopart.ir.captured import Captured
 from autopart.ir.mesh import pieces
 from autopart.ir.plan import Plan
 from autopart.ir.program import Program
 from autopart.ir.segmented import Segmented
+from autopart.ir.sharded import Sharded
 from autopart.ir.staged import Staged
 from autopart.ir.state import State
+from autopart.ir.tensor_plan import TensorPlan
 from autopart.passes.costs import costs
 from autopart.passes.emit import emit
 from autopart.passes.inside import crossing, inside
 from autopart.passes.judge import check_sums
 from autopart.passes.normalise import normalise
+from autopart.passes.places import at_place
 from autopart.passes.predict import with_memory, with_traffic
 from autopart.passes.recompute import recompute, with_regions
 from autopart.passes.schedule import check_deferred
@@ -66,15 +72,22 @@ def solve(segmented: Segmented, *, batch: int | None = None, inputs: str = "glob
     if captured.deferred:
         check_deferred(pins.get("schedule"))
         pins["schedule"] = pins.get("schedule") or "gpipe"
-    chosen = _chosen(segmented, batch or captured.batch, pins)
+    asked = tensor.asked(captured, batch or captured.batch, pins)
+    if asked is None:
+        chosen = _chosen(segmented, batch or captured.batch, pins)
+    else:
+        chosen = _chosen_inside(segmented, batch or captured.batch, pins, asked)
     return predicted(segmented, replace(with_regions(chosen, segmented), inputs=inputs))
 
 
 def planned(captured: Captured, *, batch: int | None = None, inputs: str = "global", **pins: Unpack[Pins]) -> Plan:
-    """segment and solve; where whole segments make uneven stages and no names are pinned, with finer cuts."""
+    """segment and solve; where whole segments make uneven stages and no names are pinned, with finer cuts.
+
+    Not where tensors are split inside segments: every other cut would be another problem to solve there.
+    """
     wanted = named(pins.get("stages"))
     whole = solve(segment(captured, cuts=wanted), batch=batch, inputs=inputs, **pins)
-    if wanted or len(whole.stages) == 1:
+    if wanted or len(whole.stages) == 1 or whole.tensor is not None:
         return whole
     kept: Pins = {
         **pins,
@@ -97,7 +110,21 @@ def planned(captured: Captured, *, batch: int | None = None, inputs: str = "glob
     return replace(finer, notes=(*where_from, *finer.notes[3:], reason(whole, finer)))
 
 
-def _chosen(segmented: Segmented, batch: int, pins: Pins) -> Plan:
+def _chosen_inside(segmented: Segmented, batch: int, pins: Pins, asked: Inside) -> Plan:
+    """The plan around the fastest placement of tensors; if nothing fits with it, around one that holds less."""
+    pins = {**pins, "placement": tensor.without_tensors(pins.get("placement"))}
+    decided = tensor.decide(segmented, asked)
+    try:
+        return _chosen(tensor.first_place(segmented, decided), batch, pins, decided)
+    except PlanInfeasible as error:
+        try:
+            decided = tensor.decide(segmented, asked, tensor.limit(pins, asked))
+        except PlanInfeasible:
+            raise error from None
+    return _chosen(tensor.first_place(segmented, decided), batch, pins, decided)
+
+
+def _chosen(segmented: Segmented, batch: int, pins: Pins, decided: TensorPlan | None = None) -> Plan:
     again = costs(recompute(segmented, [segment.name for segment in segmented.segments]))
     plain = costs(recompute(segmented))
     captured = segmented.captured
@@ -107,6 +134,7 @@ def _chosen(segmented: Segmented, batch: int, pins: Pins) -> Plan:
         batch=batch,
         forwards_first=captured.deferred,
         fingerprint=fingerprint(captured),
+        tensor=decided,
         **pins,
     )
 
@@ -119,11 +147,12 @@ def predicted(segmented: Segmented, plan: Plan) -> Plan:
 
 def predicted_of(program: Program, shares: Sequence[int]) -> Plan:
     """The plan of a program, training or not, with the traffic and memory of a step on these samples a data rank."""
-    return _counted(program.staged, scheduled(program.staged, program.plan), program.plan, shares)
+    return _counted(program.places, scheduled(program.staged, program.plan), program.plan, shares)
 
 
-def _counted(staged: Staged, lowered: Scheduled, plan: Plan, shares: Sequence[int] | None = None) -> Plan:
-    return with_memory(with_traffic(plan, staged, lowered, shares), staged, lowered, shares)
+def _counted(places: Sequence[Staged], lowered: Scheduled, plan: Plan, shares: Sequence[int] | None = None) -> Plan:
+    staged, *others = places
+    return with_memory(with_traffic(plan, staged, lowered, shares, others=others), staged, lowered, shares)
 
 
 def lower(segmented: Segmented, plan: Plan, *, state: State | None = None, check: bool = True) -> Program:
@@ -131,19 +160,28 @@ def lower(segmented: Segmented, plan: Plan, *, state: State | None = None, check
     _check_slices(segmented, plan)
     if plan.inputs == "local" and plan.mesh.degree("dp") > 1:
         check_sums(segmented.captured.inputs, segmented.captured.prologue)
-    staged, lowered = _staged(segmented, plan, state)
+    (staged, *others), lowered = _staged(segmented, plan, state)
     bodies = Bodies()
-    program = emit(staged, lowered, plan, bodies=bodies)
+    program = emit(staged, lowered, plan, others=others, bodies=bodies)
     if check:
         verify(program, bodies=bodies)
     return program
 
 
-def _staged(segmented: Segmented, plan: Plan, state: State | None = None) -> tuple[Staged, Scheduled]:
-    """recompute, shard, split, schedule and split_backward."""
-    staged = split(shard(recompute(segmented, plan.recompute)), plan, state=state)
-    lowered = scheduled(staged, plan)
-    return split_backward(staged, lowered.schedule, samples=plan.largest), lowered
+def _staged(segmented: Segmented, plan: Plan, state: State | None = None) -> tuple[tuple[Staged, ...], Scheduled]:
+    """recompute, shard, split, schedule and split_backward; for every place where tensors are split inside segments."""
+    made = [split(each, plan, state=state) for each in _sharded(segmented, plan, state)]
+    lowered = scheduled(made[0], plan)
+    return tuple(split_backward(each, lowered.schedule, samples=plan.largest) for each in made), lowered
+
+
+def _sharded(segmented: Segmented, plan: Plan, state: State | None) -> tuple[Sharded, ...]:
+    """recompute and shard. What a place runs is a part of the whole step, which is what is judged over the batch."""
+    if plan.tensor is None:
+        return (shard(recompute(segmented, plan.recompute)),)
+    whole, placed = shard(segmented), tensor.placed_step(segmented, plan.tensor)
+    here = (at_place(segmented, placed, place, state=state) for place in range(plan.inside))
+    return tuple(whole.of(recompute(each, plan.recompute)) for each in here)
 
 
 def compile(

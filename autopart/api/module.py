@@ -18,7 +18,7 @@ from autopart.capture import NO_TARGET
 from autopart.cluster import Cluster
 from autopart.ir.action import Schedule
 from autopart.ir.mesh import Mesh
-from autopart.ir.placement import Placement
+from autopart.solver.request import Pinned
 from autopart.ir.plan import Plan
 from autopart.ir.program import Program
 from autopart.runtime import loading
@@ -177,7 +177,7 @@ def parallelize(
     verify: bool = True,
     mesh: Mapping[str, int] | Mesh | None = None,
     stages: int | Sequence[str] | None = None,
-    placement: str | Placement | Mapping[str, str | Placement] | None = None,
+    placement: Pinned = None,
     schedule: str | Schedule | None = None,
     microbatches: int | None = None,
     memory: str | int | None = None,

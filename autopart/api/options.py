@@ -14,6 +14,7 @@ from autopart.ir.placement import Placement, executable
 from autopart.ir.plan import INPUTS, Plan
 from autopart.ir.program import Program
 from autopart.schedules import spell
+from autopart.solver.request import Pinned
 
 SEMANTICS = ("exact", "accumulate")
 """What a step means: the whole batch on one device, or that in slices whose losses are weighted and added up."""
@@ -37,7 +38,7 @@ class Options:
     verify: bool = True
     mesh: Mapping[str, int] | Mesh | None = None
     stages: int | Sequence[str] | None = None
-    placement: str | Placement | Mapping[str, str | Placement] | None = None
+    placement: Pinned = None
     schedule: str | Schedule | None = None
     microbatches: int | None = None
     memory: str | int | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from autopart.codegen.functions import function, tuple_of
+from autopart.codegen.functions import communicates, function, tuple_of
 from autopart.codegen.layout import Layout
 from autopart.ir.action import Kind
 
@@ -66,7 +66,7 @@ def _function(item: Layout, kind: Kind, name: str, doc: str) -> list[str]:
         returned += [tuple_of(sources) for _, sources in item.gradients]
     return function(
         f"{name}_{SUFFIX[kind]}",
-        ("b", "B", *item.inputs(kind)),
+        (*(("world",) if communicates(phase.function.nodes) else ()), "b", "B", *item.inputs(kind)),
         phase.function.nodes,
         ", ".join(returned) or "None",
         doc=_DOC[kind].format(doc),

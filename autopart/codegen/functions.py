@@ -7,9 +7,13 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from autopart.collectives import collective_name, is_collective
 from autopart.ir.graph import Arg, Node, Ref, Share, Size
 
 WIDTH = 120
+
+PLAIN = {("outer", "1"), ("from_outer", "1")}
+"""Arguments of collectives that are as one expects, and are left out."""
 
 
 def function(
@@ -47,13 +51,38 @@ def function(
     return [*lines, *("    " + line for line in wrapped_return(result))]
 
 
+def communicates(nodes: Iterable[Node]) -> bool:
+    """Whether some of the nodes are collectives, which the world performs."""
+    return any(is_collective(node.op) for node in nodes)
+
+
 def statement(node: Node, batch: str = "b") -> list[str]:
-    """``out, _ = aten.op.overload(args)``."""
+    """``out, _ = aten.op.overload(args)``; a collective is a call of the world, with a comment on what it makes."""
+    if is_collective(node.op):
+        return _exchange(node, batch)
     names = [out.name if out is not None else "_" for out in node.outs]
     target = names[0] if node.single else ", ".join(names) + ("," if len(names) == 1 else "")
     args = [argument(arg, batch) for arg in node.args]
     args += [f"{key}={argument(arg, batch)}" for key, arg in node.kwargs]
     return call(f"{target} = {operator(node)}", args, "")
+
+
+def _exchange(node: Node, batch: str) -> list[str]:
+    """``out = world.all_reduce_values(x, axis="tp", how="sum")``."""
+    (out,), (x, *rest) = node.outs, node.args
+    assert out is not None and isinstance(x, Ref)  # a collective that nothing reads is not written
+    name, formals = collective_name(node.op), [argument.name for argument in node.op._schema.arguments[1:]]
+    given = {key: argument(arg, batch) for key, arg in zip(formals, rest, strict=True)}
+    given = {key: value.replace("'", '"') for key, value in given.items()}
+    args = [x.name, *(f"{key}={value}" for key, value in given.items() if (key, value) not in PLAIN)]
+    axis = given["axis"].strip('"')
+    told = {
+        "all_reduce": "Partial({}) -> Replicate()".format(given.get("how", "").strip('"')),
+        "all_gather": f"Shard({given.get('dim')}) -> Replicate()",
+        "reduce_scatter": f"Partial(sum) -> Shard({given.get('dim')})",
+        "all_to_all": f"Shard({given.get('from_dim')}) -> Shard({given.get('dim')})",
+    }[name]
+    return [f"# {x.name}: {told} on {axis}", *call(f"{out.name} = world.{name}_values", args, "")]
 
 
 def operator(node: Node) -> str:

@@ -18,20 +18,28 @@ _WORD = re.compile(r"\w+")
 
 
 def _body_nodes(tree: ast.Module) -> Iterator[ast.FunctionDef]:
-    """The functions that compute: those that take ``b`` and ``B``, and the prologue."""
+    """The functions that compute: those that take ``b`` and ``B``, after the world if they need it, and the prologue."""
     for node in tree.body:
         if isinstance(node, ast.FunctionDef):
             formals = [a.arg for a in node.args.args]
-            if formals[:2] == ["b", "B"] or node.name == PROLOGUE:
+            if formals[_communicates(node) :][:2] == ["b", "B"] or node.name == PROLOGUE:
                 yield node
+
+
+def _communicates(node: ast.FunctionDef) -> bool:
+    return [a.arg for a in node.args.args[:1]] == ["world"]
 
 
 @dataclass(frozen=True, slots=True)
 class Body:
-    """A body's text (with all that it calls), and whether what it returns may depend on the size of the whole batch."""
+    """A body's text (with all that it calls), and whether what it returns may depend on the size of the whole batch.
+
+    One that `communicates` takes the world before all else.
+    """
 
     text: str
     reads_whole: bool
+    communicates: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +61,8 @@ def parse(source: str, name: str) -> Parsed:
         words = _WORD.findall(text)
         alone = functions.isdisjoint({*words} - {node.name})
         # Every body has B among its formals; the prologue begins with it.
-        bodies[node.name] = Body(text if alone else source, node.name == PROLOGUE or not alone or words.count("B") > 1)
+        reads_whole = node.name == PROLOGUE or not alone or words.count("B") > 1
+        bodies[node.name] = Body(text if alone else source, reads_whole, _communicates(node))
     return Parsed(compile(tree, name, "exec"), bodies)
 
 

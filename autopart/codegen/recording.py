@@ -88,6 +88,10 @@ def _recorded(function: Callable[..., Any], body: Body, world: RecordingWorld, b
 
     def recorded(*args: Any, **kwargs: Any) -> Any:
         args = inspect.signature(function).bind(*args, **kwargs).args if kwargs else args
+        if body.communicates:
+            if args[:1] != (world,):
+                raise TypeError(f"{function.__name__} exchanges values: its first argument is the world")
+            args = args[1:]
         owner = world.owner(args)
         given = tuple([arg for arg in args if isinstance(arg, Spec)])
         own = any([arg.own for arg in given])
@@ -96,8 +100,10 @@ def _recorded(function: Callable[..., Any], body: Body, world: RecordingWorld, b
                 f"{function.__name__} is given what was computed from this data rank's samples alone; make it whole "
                 'first, with world.summed(..., axis="dp")'
             )
-        made = made_by(bodies.call(function, body, args), owner, len(world.calls), own=own)
-        world.calls.append(Call(function.__name__, world.here, given, world.line()))
+        found, exchanged = bodies.call(function, body, args, world.places)
+        made = made_by(found, owner, len(world.calls), own=own)
+        world.calls.append(Call(function.__name__, world.here, given, world.line(), exchanged))
+        world.exchanged(exchanged, function.__code__.co_firstlineno)
         return made
 
     return recorded

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from autopart.codegen.exchange import Exchange
 from autopart.codegen.shapes import Samples, Shape, Spec, joined, shown
 from autopart.ir.action import Action, Kind
 from autopart.ir.mesh import pieces
@@ -27,7 +28,7 @@ class Event:
     `call` is the method. `action` is what a schedule calls it, None for what schedules do not name (reading parameters,
     accumulating, making outputs whole); `within` is the compute action around it. `what` are the shapes sent, expected,
     accumulated or brought together; `axis` and `stages` say who takes part; `line` is the line of the text; `buffers`
-    are those that are updated or made one.
+    are those that are updated or made one; `exchange` is a collective on values inside a body.
     """
 
     call: str
@@ -39,16 +40,18 @@ class Event:
     stages: tuple[int, ...] = ()
     line: int = 0
     buffers: tuple[str, ...] = ()
+    exchange: Exchange | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call of a body: the `function`, the compute action around it, the tensors that it was given, the line."""
+    """One call of a body: the `function`, the compute action around it, what it was given, the line, its collectives."""
 
     function: str
     within: Action | None
     given: tuple[Spec, ...]
     line: int
+    exchanges: tuple[Exchange, ...] = ()
 
 
 class RecordingBatch:
@@ -124,12 +127,16 @@ class RecordingStore(dict[int, Any]):
 
 @dataclass
 class RecordingWorld:
-    """Takes the place of a rank's world; `events` is what it saw. `parts` is dp's degree, `part` the place on it."""
+    """Takes the place of a rank's world; `events` is what it saw. `parts` is dp's degree, `part` the place on it.
+
+    `places` are the places on axes that split the tensors inside segments.
+    """
 
     state: State
     parts: int
     part: int
     buffers: Mapping[str, Spec]
+    places: Mapping[str, int] = field(default_factory=dict)
     tangents: Mapping[str, Spec] = field(default_factory=dict)  # the gradients of outputs that the step is sent
     events: list[Event] = field(default_factory=list)
     calls: list[Call] = field(default_factory=list)
@@ -308,6 +315,12 @@ class RecordingWorld:
             where = f" in {self.here}" if self.here is not None else ""
             raise TypeError(f"values of microbatch {' and '.join(map(str, sorted(found)))} are used together{where}")
         return next(iter(found), None)
+
+    def exchanged(self, exchanges: Iterable[Exchange], first: int) -> None:
+        """Note the collectives of a body, whose text begins at line `first`."""
+        for each in exchanges:
+            name = f"{each.kind}_values"
+            self.events.append(Event(name, None, self.here, axis=each.axis, line=first + each.line, exchange=each))
 
     def _own(self, values: Iterable[Any], k: int) -> None:
         for value in values:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from autopart import _torch
+from autopart.codegen.exchange import Exchange, ExchangeWorld
 from autopart.codegen.parsed import Body, Parsed, parse
 
 Shape = tuple[int, ...]
@@ -65,7 +66,7 @@ class Bodies:
 
     def __init__(self) -> None:
         self.recordings: dict[Any, Any] = {}
-        self._made: dict[Any, Any] = {}
+        self._made: dict[Any, tuple[Any, tuple[Exchange, ...]]] = {}
         self._parsed: dict[tuple[str, str], Parsed] = {}
 
     def parsed(self, source: str, name: str) -> Parsed:
@@ -75,24 +76,37 @@ class Bodies:
             self._parsed[key] = parse(source, name)
         return self._parsed[key]
 
-    def call(self, function: Callable[..., Any], body: Body, args: tuple[Any, ...]) -> Any:
-        """What a body returns, as shapes. Bodies of equal text share results."""
-        key = (body.text, function.__name__, args if body.reads_whole else (*args[:1], *args[2:]))
+    def call(
+        self, function: Callable[..., Any], body: Body, args: tuple[Any, ...], places: Mapping[str, int]
+    ) -> tuple[Any, tuple[Exchange, ...]]:
+        """What a body returns, as shapes, and its collectives at these `places` of axes. Equal texts share results."""
+        at = tuple(places.items()) if body.communicates else ()
+        key = (body.text, function.__name__, args if body.reads_whole else (*args[:1], *args[2:]), at)
         if key not in self._made:
-            self._made[key] = _specs(_on_shapes(function, args))
-        return self._made[key]
+            made, noted = _on_shapes(function, body, args, places)
+            self._made[key] = _specs(made), noted
+        found: tuple[Any, tuple[Exchange, ...]] = self._made[key]
+        return found
 
 
-def _on_shapes(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+def _on_shapes(
+    function: Callable[..., Any], body: Body, args: tuple[Any, ...], places: Mapping[str, int]
+) -> tuple[Any, tuple[Exchange, ...]]:
     """Call a body on meta tensors; on fake ones, ten times slower, where an op knows no meta tensors."""
+
+    def called(device: torch.device) -> tuple[Any, tuple[Exchange, ...]]:
+        world = ExchangeWorld(places, function.__code__.co_filename, function.__code__.co_firstlineno)
+        given = (*((world,) if body.communicates else ()), *(_empty(arg, device) for arg in args))
+        return function(*given), tuple(world.noted)
+
     with torch.no_grad():
         try:
-            return function(*(_empty(arg, META) for arg in args))
+            return called(META)
         except NotImplementedError:
             function.__globals__["DEVICE"] = cpu = torch.device("cpu")
             try:
                 with _torch.fake_mode():
-                    return function(*(_empty(arg, cpu) for arg in args))
+                    return called(cpu)
             finally:
                 function.__globals__["DEVICE"] = META
 

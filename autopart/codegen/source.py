@@ -15,16 +15,18 @@ from autopart.ir.plan import Plan
 from autopart.ir.staged import Staged
 
 
-def sources(staged: Staged, scheduled: Scheduled, plan: Plan) -> Iterator[str]:
-    """The source of every rank, in order; data ranks differ in their headers only."""
-    known: dict[int, str] = {}
+def sources(places: Sequence[Staged], scheduled: Scheduled, plan: Plan) -> Iterator[str]:
+    """The source of every rank, in order; data ranks differ in their headers only.
+
+    `places` are the steps of the places of the axis inside segments; one where there is no such axis.
+    """
+    known: dict[tuple[int, int], str] = {}
     for rank in range(plan.mesh.size):
-        column = plan.mesh.coordinate(rank).get("pp", 0)
-        if column not in known:
-            known[column] = code(staged, scheduled, plan, column)
-        yield (
-            _joined(_header(staged, scheduled, plan, rank, stages_of(scheduled.schedule.place, column))) + known[column]
-        )
+        column, inside = plan.mesh.coordinate(rank).get("pp", 0), plan.place_inside(rank)
+        staged, key = places[inside], (column, inside)
+        if key not in known:
+            known[key] = code(staged, scheduled, plan, column)
+        yield _joined(_header(staged, scheduled, plan, rank, stages_of(scheduled.schedule.place, column))) + known[key]
 
 
 def code(staged: Staged, scheduled: Scheduled, plan: Plan, column: int) -> str:

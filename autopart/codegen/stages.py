@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import groupby, pairwise
 
 from autopart.codegen.bodies import SUFFIX
-from autopart.codegen.functions import call, tuple_of
+from autopart.codegen.functions import call, communicates, tuple_of
 from autopart.codegen.layout import Layout
 from autopart.codegen.roll import template
 from autopart.ir.action import Kind
@@ -32,6 +32,7 @@ class Use:
     extra: tuple[str, ...]  # further results: the saved tuple, gradients of units
     after: tuple[str, ...]  # lines after the call
     place: int  # the segment's own number in its name, if any
+    first: tuple[str, ...] = ("b", "B")  # the arguments before all others
 
 
 @dataclass
@@ -197,8 +198,12 @@ def _head(
 
 
 def _placed(staged: Staged, value: Value, degree: int) -> str:
-    """The shape of a value that crosses devices, and its placement where there are several data ranks."""
+    """The shape of a value that crosses devices, and its placement on the axes on which there are several ranks."""
     placed = f", {staged.sharded.between[value.name]} on {staged.sharded.axis}" if degree > 1 else ""
+    here = staged.segmented.here
+    if here is not None:
+        names = [other.name for other in here.values]
+        placed += f", {here.placements[names.index(value.name)]} on {here.axis}"
     return describe(value).partition(": ")[2] + placed
 
 
@@ -262,6 +267,7 @@ def _use(
         extra=(*("updated",) * bool(phase.updates), *("kept",) * (phase.keeps is not None), *grads),
         after=tuple(after),
         place=_place(segment.name),
+        first=("world", "b", "B") if communicates(phase.function.nodes) else ("b", "B"),
     )
 
 
@@ -317,7 +323,7 @@ def _write(uses: Sequence[Use], writer: _Writer) -> None:
 
 def _write_call(use: Use, writer: _Writer) -> None:
     variables = [writer.fresh(name) for name in use.variables]
-    args = ["b", "B", *(writer.env[name] for name in use.takes), *use.arguments]
+    args = [*use.first, *(writer.env[name] for name in use.takes), *use.arguments]
     writer.lines += ["    " + line for line in _call(use, variables, args)]
     writer.lines += [f"    {line}" for line in use.after]
     writer.env.update(zip(use.gives, variables, strict=True))
@@ -362,7 +368,7 @@ def _write_loop(run: Sequence[Use], later: frozenset[str], writer: _Writer) -> b
     low, high = min(places), max(places) + 1
     span = f"range({low}, {high})" if low else f"range({high})"
     writer.lines += [*before, f"    for i in {span if step > 0 else f'reversed({span})'}:"]
-    arguments = ["b", "B", *args, *(str(column) for column in columns)]
+    arguments = [*run[0].first, *args, *(str(column) for column in columns)]
     writer.lines += ["        " + line for line in _call(run[0], variables, arguments)]
     writer.lines += [f"        {line}" for line in afters]
     writer.lines += [f"        {lists[p]}.append({variables[p]})" for p in keep]

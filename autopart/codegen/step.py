@@ -273,14 +273,16 @@ def makers(staged: Staged, out: Output) -> tuple[int, ...]:
 
 def _results(staged: Staged, stages: Sequence[int], wanted: Iterable[Output]) -> tuple[list[str], list[str]]:
     """The lines that make outputs whole (a sum over everything, or the microbatches joined), and the names of those."""
-    values = {value.name: value for value in staged.segmented.captured.values()}
+    values, inside = staged.segmented.values(), staged.segmented.here
     lines, entries = [], []
     for out in wanted:
         homes, value = makers(staged, out), values[out.name]
         here = not {*homes}.isdisjoint(stages)
         if out.partial:
-            parts = f"list({out.name}.values())" if here else "[]"
-            lines.append(f"    {out.name} = world.total({parts}, shape={value.at(1)}, dtype={value.dtype})")
+            aside = here and inside is not None and inside.place > 0
+            parts = f"list({out.name}.values())" if here and not aside else "[]"
+            call = f"world.total({parts}, shape={value.at(1)}, dtype={value.dtype})"
+            lines.append(f"    {out.name} = {call}" + (f"  # place 0 of {inside.axis} adds it" if inside and aside else ""))
         elif not out.everywhere:
             lines += [f"    {out.name} = world.joined({out.name}, dim={out.dim})"] if here else []
         else:

@@ -59,6 +59,10 @@ class Mesh:
         here = self.coordinate(rank)
         return tuple(self.rank({**here, axis: place}) for place in range(self.degree(axis)))
 
+    def leads(self, rank: int) -> bool:
+        """Whether a rank is the first of those that have the same stages and the same samples."""
+        return not any(place for axis, place in self.coordinate(rank).items() if axis not in ("pp", "dp"))
+
     def __str__(self) -> str:
         return " x ".join(f"{name}={size}" for name, size in self.axes) or "1 device"
 

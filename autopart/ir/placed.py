@@ -91,3 +91,18 @@ class PlacedBody:
     def wanted(self) -> dict[str, TensorPlacement]:
         """How each value that the backward reads must be there at the end of the forward."""
         return dict(zip(self.body.saved, self.saved, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedStep:
+    """The segments of a step on `degree` places of `axis`: the body of each, in order; equal ones are one object.
+
+    `between` has how values pass between segments, by name, `parameters` how parameters lie, by target; what is in
+    neither is whole at every place.
+    """
+
+    axis: str
+    degree: int
+    bodies: tuple[PlacedBody, ...]
+    between: tuple[tuple[str, TensorPlacement], ...]
+    parameters: tuple[tuple[str, TensorPlacement], ...]

@@ -10,6 +10,7 @@ from autopart.ir import plan_text
 from autopart.ir.document import Document
 from autopart.ir.mesh import Mesh, pieces
 from autopart.ir.placement import Placement
+from autopart.ir.tensor_plan import TensorPlan
 
 VERSION = 1
 
@@ -79,6 +80,7 @@ class Plan:
     fingerprint: str  # of the model that the plan was made for
     inputs: str = "global"  # what each rank passes: the whole batch, or ("local") the samples of its data rank
     mirrors: tuple[tuple[int, ...], ...] = ()  # of further copies of the model, the pp rank of each stage
+    tensor: TensorPlan | None = None  # what is split inside segments, where the mesh has an axis for that
 
     def __post_init__(self) -> None:
         columns = [stage_ranks(self.mesh, column) for column in range(self.mesh.degree("pp"))]
@@ -103,6 +105,10 @@ class Plan:
             raise ValueError(f"plan: recompute names {', '.join(map(repr, unknown))}, but the segments are {names}")
         if not self.placements or self.placements[-1][0] != "*":
             raise ValueError("plan: the last placement pattern must be '*'")
+        spare = {name: size for name, size in self.mesh.axes if name not in ("pp", "dp") and size > 1}
+        if spare != ({self.tensor.axis: self.tensor.degree} if self.tensor is not None else {}):
+            inside = f"{self.tensor.axis}={self.tensor.degree}" if self.tensor is not None else "no axis"
+            raise ValueError(f"plan: inside segments it is for {inside}, but its mesh is {self.mesh}")
         if self.inputs not in INPUTS:
             raise ValueError(f"plan: inputs must be one of {', '.join(INPUTS)}, not {self.inputs!r}")
         if self.microbatches < 1 or self.batch < self.mesh.degree("dp") * self.microbatches:
@@ -128,6 +134,15 @@ class Plan:
         """The stages that are held where a stage is in the first copy, by whichever copy."""
         every = (self.place, *self.mirrors)
         return tuple(s for s in range(len(self.stages)) if any(at[s] == self.place[stage] for at in every))
+
+    @property
+    def inside(self) -> int:
+        """The number of places of the axis that splits the tensors inside segments, 1 without one."""
+        return self.tensor.degree if self.tensor is not None else 1
+
+    def place_inside(self, rank: int) -> int:
+        """The place of a rank on the axis that splits the tensors inside segments."""
+        return self.mesh.coordinate(rank)[self.tensor.axis] if self.tensor is not None else 0
 
     @property
     def largest(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Sequence
 from dataclasses import fields
@@ -73,6 +74,7 @@ def summary(plan: Plan) -> str:
         f" of a batch of {plan.batch}",
         "placement " + "; ".join(f"{pattern}: {placement}" for pattern, placement in plan.placements),
         *([f"recompute {spans(plan.recompute, every)}"] if plan.recompute else []),
+        *_inside(plan, every),
         *(f"another copy of the model has its stages on the pipeline ranks {copy}" for copy in plan.mirrors),
         f"predicted step {format_seconds(predicted.step_seconds)}, bubble {predicted.bubble:.1%}",
     ]
@@ -92,6 +94,7 @@ def explain(plan: Plan) -> str:
         [
             f"mesh {plan.mesh}, schedule {schedule(plan.schedule)}, microbatches {plan.microbatches}",
             *(f"- {note}" for note in plan.notes),
+            *(f"- {line}" for line in _inside(plan, [name for stage in plan.stages for name in stage.segments])),
             f"- slowest is stage {slow} ({span(plan.stages[slow].segments)}):"
             f" {format_seconds(predicted.stage_seconds[slow])} a microbatch",
             f"- fullest {'is stage' if len(together) == 1 else 'are the ranks of stages'}"
@@ -116,11 +119,15 @@ def diff(plan: Plan, other: Plan) -> str:
 def _flat(plan: Plan) -> dict[str, str]:
     """Every fact of a plan by a readable name."""
     facts = {field.name: str(getattr(plan, field.name)) for field in fields(plan)}
-    for structured in ("stages", "placements", "prediction", "notes", "recompute"):
+    for structured in ("stages", "placements", "prediction", "notes", "recompute", "tensor"):
         del facts[structured]
     facts["schedule"] = plan.schedule.replace("\n", " | ")
     facts["placement"] = "; ".join(f"{pattern}: {placement}" for pattern, placement in plan.placements)
     facts["recompute"] = ", ".join(plan.recompute) or "nothing"
+    if plan.tensor is not None:
+        facts |= {f"{plan.tensor.axis} {name}": str(how) for name, how in (*plan.tensor.parameters, *plan.tensor.between)}
+        choices = repr((plan.tensor.choices, plan.tensor.segments))
+        facts["choices inside segments"] = hashlib.sha256(choices.encode()).hexdigest()[:8]
     for number, stage in enumerate(plan.stages):
         facts[f"stage {number} segments"] = ", ".join(stage.segments)
         facts[f"stage {number} ranks"] = _ranks(stage.ranks)
@@ -132,6 +139,25 @@ def _flat(plan: Plan) -> dict[str, str]:
     for rank, sent in enumerate(plan.prediction.sent):
         facts |= {f"rank {rank} {collective} bytes": str(count) for collective, count in sent}
     return facts | {f"note {number}": note for number, note in enumerate(plan.notes)}
+
+
+def _inside(plan: Plan, names: Sequence[str]) -> list[str]:
+    """How parameters lie on the axis inside segments, those of layers that differ in a number together; what passes."""
+    tensor = plan.tensor
+    if tensor is None:
+        return []
+    how: dict[str, dict[str, None]] = {}
+    for target, placement in tensor.parameters:
+        how.setdefault(str(placement), {})[re.sub(r"\b\d+\b", "*", target)] = None
+    passing: dict[str, list[str]] = {}
+    for name, number in zip(names, tensor.segments, strict=False):
+        forward = tensor.choices[number].forward
+        taken, given = (", ".join(dict.fromkeys(map(str, part))) for part in (forward.inputs[:1], forward.outputs))
+        passing.setdefault(f"from {taken or 'nothing'} to {given or 'nothing'}", []).append(name)
+    return [
+        *(f"{tensor.axis} {placement}: {', '.join(found)}" for placement, found in sorted(how.items())),
+        *(f"{tensor.axis} through {spans(found, names)}: {what}" for what, found in passing.items()),
+    ]
 
 
 def _ranks(ranks: tuple[int, ...]) -> str:

@@ -50,13 +50,28 @@ class StageGraphs:
 class Program:
     """A compiled step: one rank program a rank, the plan it follows, and the staged graph that it came from.
 
-    `trace` derives the stage graphs from the texts (it is codegen's, which this layer does not know).
+    `trace` derives the stage graphs from the texts (it is codegen's, which this layer does not know). Where a mesh axis
+    splits the tensors inside segments, `staged` is the step of its first place, `others` those of the others.
     """
 
     ranks: tuple[RankProgram, ...]
     plan: Plan
     staged: Staged
     trace: Callable[[Program], tuple[StageGraphs, ...]]
+    others: tuple[Staged, ...] = ()
+
+    @property
+    def places(self) -> tuple[Staged, ...]:
+        """The step of every place of the axis inside segments; one without such an axis."""
+        return (self.staged, *self.others)
+
+    def staged_on(self, rank: int) -> Staged:
+        """The step that a rank runs its part of."""
+        return self.places[self.plan.place_inside(rank)]
+
+    def state_on(self, rank: int) -> State:
+        """The units that a rank's state lives in: with the pieces that are there of their parameters."""
+        return self.staged_on(rank).state
 
     @property
     def captured(self) -> Captured:
@@ -65,7 +80,7 @@ class Program:
 
     @property
     def state(self) -> State:
-        """The units that the state lives in."""
+        """The units that the state lives in, as they are on rank 0."""
         return self.staged.state
 
     @property
@@ -81,6 +96,8 @@ class Program:
         """
         folder = Path(folder)
         data = {"schema": SCHEMA, "version": VERSION, "staged": encode(self.staged)}
+        if self.others:
+            data["others"] = [encode(staged) for staged in self.others]
         folder.mkdir(parents=True, exist_ok=True)
         for rank in self.ranks:
             (folder / f"rank{rank.rank}.py").write_text(rank.source, encoding="utf-8")
@@ -106,6 +123,9 @@ class Program:
         if not isinstance(data, dict) or (data.get("schema"), data.get("version")) != (SCHEMA, VERSION):
             raise ValueError(f"{folder / 'program.json'}: expected schema {SCHEMA!r}, version {VERSION}")
         staged = decode(Staged, data.get("staged"), f"{folder / 'program.json'}: staged")
+        others = decode(tuple[Staged, ...], data.get("others", []), f"{folder / 'program.json'}: others")
+        if len(others) != plan.inside - 1:
+            raise ValueError(f"{folder / 'program.json'}: expected the steps of {plan.inside} places")
         rows = _json(folder / "actions.json")
         if not isinstance(rows, list) or len(rows) != plan.mesh.size:
             raise ValueError(f"{folder / 'actions.json'}: expected the actions of {plan.mesh.size} ranks")
@@ -114,7 +134,7 @@ class Program:
             RankProgram(rank, source, tuple(Action.parse(str(text)) for text in row))
             for rank, (source, row) in enumerate(zip(sources, rows, strict=True))
         )
-        return cls(tuple(ranks), plan, staged, _trace)
+        return cls(tuple(ranks), plan, staged, _trace, others)
 
 
 def _trace(program: Program) -> tuple[StageGraphs, ...]:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from autopart.ir.action import Kind
 from autopart.ir.captured import Captured
 from autopart.ir.graph import Node, Value
+from autopart.ir.placement import TensorPlacement
+from autopart.ir.state import Piece
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,12 +122,41 @@ class Phase:
 
 
 @dataclass(frozen=True, slots=True)
+class Here:
+    """What one place of the mesh axis `axis` has, where that splits the tensors inside segments.
+
+    `values` are those that pass between segments, as they are here; `placements` how they are placed, in their order;
+    `pieces` what is here of each parameter that is split.
+    """
+
+    axis: str
+    place: int
+    values: tuple[Value, ...]
+    placements: tuple[TensorPlacement, ...]
+    pieces: tuple[tuple[str, Piece], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Segmented:
-    """The segments in order, their bodies, and the graph they come from."""
+    """The segments in order, their bodies, and the graph they come from.
+
+    Where a mesh axis splits the tensors inside segments, the bodies are those of one place of it, and `here` says which
+    that is; `captured` is the whole step all the same.
+    """
 
     captured: Captured
     bodies: tuple[Body, ...]
     segments: tuple[Segment, ...]
+    here: Here | None = None
+
+    def values(self) -> dict[str, Value]:
+        """Every value that may pass between segments, by name, in the shape that it has here."""
+        values = {value.name: value for value in self.captured.values()}
+        return values | ({value.name: value for value in self.here.values} if self.here is not None else {})
+
+    def pieces(self) -> dict[str, Piece]:
+        """What is here of each parameter that is split, by its name."""
+        return dict(self.here.pieces) if self.here is not None else {}
 
     def phase(self, segment: Segment, kind: Kind) -> Phase | None:
         """What a segment does in a forward (F), a backward (B) or half of one (I, W); None if nothing."""

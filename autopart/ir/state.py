@@ -9,7 +9,7 @@ padded to the longest one.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 import torch
@@ -41,9 +41,17 @@ class Piece:
         """The piece of a whole tensor; a view where there is one run."""
         if self.outer == 1:
             return whole.narrow(self.dim, self.start, self.stop - self.start)
+        return self._runs(whole).reshape(self.local)
+
+    def put(self, whole: torch.Tensor, mine: torch.Tensor) -> None:
+        """Write the piece into a whole, dense tensor."""
+        runs = self._runs(whole.view(self.shape))
+        runs.copy_(mine.reshape(runs.shape))
+
+    def _runs(self, whole: torch.Tensor) -> torch.Tensor:
         before, after = self.shape[: self.dim], self.shape[self.dim + 1 :]
         runs = whole.reshape(*before, self.outer, self.shape[self.dim] // self.outer, *after)
-        return runs.narrow(self.dim + 1, self.start, self.stop - self.start).reshape(self.local)
+        return runs.narrow(self.dim + 1, self.start, self.stop - self.start)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +66,11 @@ class Parameter:
     shape: tuple[int, ...]
     dtype: torch.dtype
     pieces: tuple[Piece, ...] = ()
+
+    @classmethod
+    def of(cls, target: str, shape: tuple[int, ...], dtype: torch.dtype, piece: Piece | None = None) -> Parameter:
+        """A parameter of the module, of which there is a piece here, or all."""
+        return cls(target, shape, dtype) if piece is None else cls(target, piece.local, dtype, (piece,))
 
     @property
     def module_shape(self) -> tuple[int, ...]:
@@ -171,6 +184,17 @@ class State:
     def unit(self, name: str) -> Unit:
         """The unit of a name."""
         return next(unit for unit in self.units if unit.name == name)
+
+    def having(self, pieces: Mapping[str, Piece]) -> State:
+        """The same units with these pieces of the module's parameters, by their names; the others are whole."""
+
+        def here(parameter: Parameter) -> Parameter:
+            target = parameter.target
+            return Parameter.of(target, parameter.module_shape, parameter.dtype, pieces.get(target))
+
+        return replace(
+            self, units=tuple(replace(unit, parameters=tuple(map(here, unit.parameters))) for unit in self.units)
+        )
 
     def on(self, column: int) -> tuple[Unit, ...]:
         """The units that pp rank `column` holds, in their order."""

@@ -2,17 +2,18 @@
 
 Nothing is taken on trust: every strategy must be one that the node's factor rule allows, every operand must be there in
 the placement that it is needed in, every move must start from what is there, be one that a collective makes, and be
-made once. No program is made from placements yet, so no step of processing asks.
+made once. Between segments, values and parameters must have one placement for all, and what the caller passes and gets
+must be whole at every place.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
 from autopart.ir.graph import Value
-from autopart.ir.placed import PlacedBody, PlacedFunction, collective_of
+from autopart.ir.placed import PlacedBody, PlacedFunction, PlacedStep, collective_of
 from autopart.ir.placement import Partial, Replicate, Shard, TensorPlacement
-from autopart.ir.segmented import Segment, defined
+from autopart.ir.segmented import Segment, Segmented, defined
 from autopart.rules.split import lengths
 from autopart.rules.strategies import Ruled, strategies
 
@@ -33,6 +34,10 @@ def _function(part: PlacedFunction, degree: int, kept: dict[str, TensorPlacement
     needed: list[tuple[str, TensorPlacement]] = []
     for node, strategy in zip(part.function.nodes, part.strategies, strict=True):
         ruled = Ruled.of(node, values)
+        slots = [operand.slot for operand in ruled.call.operands]
+        if [slot for slot, _ in strategy.needs] != slots or len(strategy.gives) != len(node.outs):
+            yield f"{node.opname} -> {', '.join(node.names())} has other operands or results than {strategy}"
+            continue
         operands = zip(ruled.call.operands, strategy.needs, strict=True)
         needed += [(operand.value.name, how) for operand, (_, how) in operands if how is not None]
         cuts = () if strategy.cut is None or ruled.rule is None else (strategy.cut,)
@@ -99,3 +104,47 @@ def _gradients(placed: PlacedBody, segment: Segment) -> Iterator[str]:
     for target, how in zip(segment.gradients, results, strict=True):
         if how != owners.get(target, how) or isinstance(how, Partial):
             yield f"the gradient of {target} is {how}, the parameter {owners.get(target, Replicate())}"
+
+
+def step_faults(placed: PlacedStep, segmented: Segmented) -> tuple[str, ...]:
+    """What is wrong between segments, whose bodies are right by themselves."""
+    captured, how = segmented.captured, dict(placed.between)
+    outside = [item.value.name for item in captured.of_kind("input", "tangent")]
+    outside += [out.name for out in captured.outputs if out.kind in ("loss", "output", "input_grad")]
+    found = [
+        f"{name} is {how[name]}, where the caller has all of it"
+        for name in dict.fromkeys(outside)
+        if how.get(name, Replicate()) != Replicate()
+    ]
+    for segment, body in zip(segmented.segments, placed.bodies, strict=True):
+        found += [
+            f"{name} is {wanted}, and {here} in {segment.name}"
+            for name, wanted, here in _boundary(segment, body, how, dict(placed.parameters))
+            if here != wanted
+        ]
+    return tuple(found)
+
+
+def _boundary(
+    segment: Segment,
+    body: PlacedBody,
+    how: Mapping[str, TensorPlacement],
+    lie: Mapping[str, TensorPlacement],
+) -> Iterator[tuple[str, TensorPlacement, TensorPlacement]]:
+    """What comes into a segment and goes out: its name, how it is outside, how the segment has it."""
+    whole = Replicate()
+
+    def rows(values: Sequence[str], fixed: Sequence[str], targets: Sequence[str]) -> list[tuple[str, TensorPlacement]]:
+        found = [(name, how.get(name, whole)) for name in values] + [(name, whole) for name in fixed]
+        return found + [(target, lie.get(target, whole)) for target in targets]
+
+    forward, backward, saved = body.forward, body.backward, len(body.saved)
+    pairs = [(rows(segment.values, segment.forward_fixed, segment.forward_parameters), forward.inputs)]
+    pairs.append((rows(segment.outputs, segment.updates, ()), forward.outputs))
+    if backward is not None:
+        first = len(segment.backward_inputs)
+        taken = (*backward.inputs[:first], *backward.inputs[first + saved :])
+        pairs.append((rows(segment.backward_inputs, segment.backward_fixed, segment.backward_parameters), taken))
+        pairs.append((rows(segment.backward_outputs, (), segment.gradients), backward.outputs))
+    for outside, inside in pairs:
+        yield from ((name, wanted, here) for (name, wanted), here in zip(outside, inside, strict=True))

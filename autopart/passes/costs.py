@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from autopart.ir.captured import Captured
@@ -49,7 +49,7 @@ def costs(segmented: Segmented) -> tuple[SegmentCost, ...]:
     backward are as if all gradients that it hands on left the stage; what W runs again of I (views, pointwise
     operators) is not counted.
     """
-    parameters = {item.target: item for item in segmented.captured.of_kind("parameter")}
+    parameters, pieces = {item.target: item for item in segmented.captured.of_kind("parameter")}, segmented.pieces()
     users = Counter(target for segment in segmented.segments for target in segment.parameters)
     copied = copied_inputs(segmented.captured)
     shared: dict[object, _Expressions] = {}
@@ -60,7 +60,9 @@ def costs(segmented: Segmented) -> tuple[SegmentCost, ...]:
         if key not in shared:
             shared[key] = _expressions(segmented.bodies[segment.body], segment, origins, segmented.captured.batch)
         mine = {target: parameters[target] for target in segment.parameters}
-        sizes = {target: item.value.nbytes(1) for target, item in mine.items()}
+        here = {target: replace(item.value, shape=pieces[target].local) for target, item in mine.items()
+                if target in pieces}
+        sizes = {target: here.get(target, item.value).nbytes(1) for target, item in mine.items()}
         common = shared[key]
         made.append(
             SegmentCost(

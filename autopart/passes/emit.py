@@ -7,6 +7,7 @@ after:  ``acts_0_1[0], saved_0[0] = stage0_forward(world, batch, 0)``, ``world.s
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 
 from autopart.codegen.graphs import stage_graphs
@@ -28,19 +29,22 @@ from autopart.passes.schedule import with_collectives
 _RANK = re.compile(r"^RANK, MESH = (\d+),", re.MULTILINE)
 
 
-def emit(staged: Staged, scheduled: Scheduled, plan: Plan, *, bodies: Bodies | None = None) -> Program:
+def emit(
+    staged: Staged, scheduled: Scheduled, plan: Plan, *, others: Sequence[Staged] = (), bodies: Bodies | None = None
+) -> Program:
     """The program. Raises VerificationError if a text does something else than was planned (a fault of autopart).
 
-    What is found out about bodies on shapes is kept in `bodies`, which `verify` may be given too.
+    `others` are the steps of the further places of an axis inside segments, of whose first one `staged` is. What is found out about bodies on shapes is kept in `bodies`, which `verify` may be given too.
     """
     captured, mesh = staged.segmented.captured, plan.mesh
     computed = {(action.stage, action.kind) for row in scheduled.table for action in row if action.kind in COMPUTE}
     assert all(kind in staged.kinds(stage) for stage, kind in computed), "backwards are cut as the schedule has them"
     planned = with_collectives(staged, scheduled, mesh.degree("dp"))
     bodies = bodies or Bodies()
-    ranks = []
-    for rank, text in enumerate(sources(staged, scheduled, plan)):
-        actions = observe(text, rank, captured, staged.state, plan, plan.batch, bodies).actions
+    ranks, places = [], (staged, *others)
+    for rank, text in enumerate(sources(places, scheduled, plan)):
+        state = places[plan.place_inside(rank)].state
+        actions = observe(text, rank, captured, state, plan, plan.batch, bodies).actions
         expected = planned[mesh.coordinate(rank).get("pp", 0)]
         if actions != expected:
             at = next((i for i, (a, b) in enumerate(zip(actions, expected, strict=False)) if a != b), len(expected))
@@ -48,7 +52,7 @@ def emit(staged: Staged, scheduled: Scheduled, plan: Plan, *, bodies: Bodies | N
                 f"rank {rank}: action {at} of the text is {actions[at : at + 1]}, planned is {expected[at : at + 1]}"
             )
         ranks.append(RankProgram(rank, text, actions))
-    return Program(tuple(ranks), plan, staged, stage_graphs)
+    return Program(tuple(ranks), plan, staged, stage_graphs, tuple(others))
 
 
 def observe(
@@ -58,7 +62,8 @@ def observe(
     parts, part = plan.mesh.degree("dp"), plan.mesh.coordinate(rank).get("dp", 0)
     mine = pieces(pieces(batch, parts)[part], plan.microbatches)
     # Data ranks run the same text but for its first line and their number.
-    alike = (_RANK.sub("", text.partition("\n")[2]), mine, batch)
+    inside = plan.place_inside(rank)
+    alike = (_RANK.sub("", text.partition("\n")[2]), mine, batch, inside)
     number = _RANK.search(text)
     if number is not None and alike in bodies.recordings:
         known: Recording = bodies.recordings[alike]
@@ -77,7 +82,8 @@ def observe(
         if captured.deferred
     }
     draws = {item.target: _spec(item.value, batch) for item in captured.of_kind("random")}
-    world = RecordingWorld(state, parts, part, buffers, tangents)
+    places = {plan.tensor.axis: inside} if plan.tensor is not None else {}
+    world = RecordingWorld(state, parts, part, buffers, places, tangents)
     given = RecordingBatch(inputs, mine, batch, draws, local=parts > 1 and plan.inputs == "local")
     seen = bodies.recordings[alike] = record(text, f"<rank {rank}>", world, given, bodies)
     return seen

@@ -14,9 +14,10 @@ from math import ceil
 
 import torch
 
+from autopart.codegen.exchange import exchanges
 from autopart.codegen.stages import reads_prologue
 from autopart.codegen.step import outputs
-from autopart.ir.action import ENDS, Action, Kind, Scheduled, stages_of
+from autopart.ir.action import COMPUTE, ENDS, Action, Kind, Scheduled, stages_of
 from autopart.ir.cost import OPTIMIZER_RATIO
 from autopart.ir.mesh import pieces
 from autopart.ir.plan import Plan, StageMemory
@@ -38,9 +39,17 @@ Shares = Sequence[int]
 """The samples of each data rank; by default its part of a batch of the plan's size."""
 
 
-def with_traffic(plan: Plan, staged: Staged, scheduled: Scheduled, shares: Shares | None = None) -> Plan:
+def with_traffic(
+    plan: Plan,
+    staged: Staged,
+    scheduled: Scheduled,
+    shares: Shares | None = None,
+    *,
+    others: Sequence[Staged] = (),
+) -> Plan:
     """The plan with the bytes that every rank sends filled in."""
-    return replace(plan, prediction=replace(plan.prediction, sent=predict_traffic(staged, scheduled, plan, shares)))
+    sent = predict_traffic(staged, scheduled, plan, shares, others=others)
+    return replace(plan, prediction=replace(plan.prediction, sent=sent))
 
 
 def with_memory(plan: Plan, staged: Staged, scheduled: Scheduled, shares: Shares | None = None) -> Plan:
@@ -48,10 +57,31 @@ def with_memory(plan: Plan, staged: Staged, scheduled: Scheduled, shares: Shares
     return replace(plan, prediction=replace(plan.prediction, memory=predict_memory(staged, scheduled, plan, shares)))
 
 
-def predict_traffic(staged: Staged, scheduled: Scheduled, plan: Plan, shares: Shares | None = None) -> tuple[Sent, ...]:
-    """Bytes that each rank sends in one step, an entry a rank."""
+def predict_traffic(
+    staged: Staged,
+    scheduled: Scheduled,
+    plan: Plan,
+    shares: Shares | None = None,
+    *,
+    others: Sequence[Staged] = (),
+) -> tuple[Sent, ...]:
+    """Bytes that each rank sends in one step, an entry a rank.
+
+    `others` are the steps of the further places of an axis inside segments, of whose first one `staged` is.
+    """
+    shares = shares or pieces(plan.batch, plan.mesh.degree("dp"))
+    sent: dict[int, Sent] = {}
+    for place, each in enumerate((staged, *others)):
+        ranks = [rank for rank in range(plan.mesh.size) if plan.place_inside(rank) == place]
+        sent.update(zip(ranks, _of_place(each, scheduled, plan, shares, ranks), strict=True))
+    return tuple(sent[rank] for rank in range(plan.mesh.size))
+
+
+def _of_place(
+    staged: Staged, scheduled: Scheduled, plan: Plan, shares: Shares, ranks: Sequence[int]
+) -> Iterator[Sent]:
+    """Bytes that each of these ranks sends, which all run their part of one step."""
     mesh, degree, places = plan.mesh, plan.mesh.degree("dp"), scheduled.schedule.place
-    shares = shares or pieces(plan.batch, degree)
     rows = with_collectives(staged, scheduled, degree)
     shared = [staged.shared(column) for column in range(len(rows))]
     wires = {unit.name: unit.wire_bytes(degree) for unit in staged.state.units}
@@ -59,8 +89,7 @@ def predict_traffic(staged: Staged, scheduled: Scheduled, plan: Plan, shares: Sh
     everywhere = tuple(_outputs(staged, mesh.size, shares))
     held = [stages_of(places, column) for column in range(len(rows))]
     known: dict[object, Sent] = {}
-    made = []
-    for rank in range(mesh.size):
+    for rank in ranks:
         here = mesh.coordinate(rank)
         column, part = here.get("pp", 0), here.get("dp", 0)
         across = tuple(_across_stages(shared[column], part, degree))
@@ -72,16 +101,25 @@ def predict_traffic(staged: Staged, scheduled: Scheduled, plan: Plan, shares: Sh
             calls += _buffers(staged, places, column, degree)
             calls += _counts(staged, degree) if plan.inputs == "local" and reads_prologue(staged, held[column]) else ()
             calls += _once(staged, scheduled, column, held[column], wires, degree)
+            calls += _inside(staged, scheduled.table[column], sizes, plan.inside) if plan.inside > 1 else ()
             known[key] = _added(_sends(staged, scheduled.table[column], sizes), calls)
-        made.append(known[key])
-    return tuple(made)
+        yield known[key]
+
+
+def _inside(staged: Staged, row: Sequence[Action], sizes: Sequence[int], places: int) -> Calls:
+    """The collectives inside segments, of all microbatches together."""
+    done = Counter((a.stage, a.kind, sizes[a.microbatch]) for a in row if a.kind in COMPUTE)
+    for (stage, kind, samples), times in done.items():
+        for _, phase in staged.phases(stage, kind):
+            for each in exchanges(phase.function, samples):
+                yield each.kind, each.payload, places, times
 
 
 def _added(send: int, calls: Sequence[tuple[str, int, int, int]]) -> Sent:
     sent = dict.fromkeys(("send", *COLLECTIVES), 0)
     sent["send"] = send
     for collective, payload, ranks, times in calls:
-        sent[collective] += times * sent_bytes(collective, payload, ranks)
+        sent[collective] = sent.get(collective, 0) + times * sent_bytes(collective, payload, ranks)
     return tuple(sent.items())
 
 
@@ -148,7 +186,7 @@ def _buffers(staged: Staged, places: Sequence[int], column: int, degree: int) ->
 def _outputs(staged: Staged, ranks: int, shares: Shares) -> Calls:
     """What makes outputs whole: sums over the world; broadcasts of every data rank's piece to all ranks."""
     captured = staged.segmented.captured
-    values = {value.name: value for value in captured.values()}
+    values = staged.segmented.values()
     for out in outputs(staged):
         if out.partial:
             yield "all_reduce", values[out.name].nbytes(1), ranks, 1

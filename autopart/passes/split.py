@@ -36,7 +36,10 @@ def split(sharded: Sharded, plan: Plan, *, state: State | None = None) -> Staged
     """
     segmented = sharded.segmented
     stages = _stages(segmented, plan)
-    state = state or place(segmented.captured, stages, plan)
+    if state is None:
+        state = place(segmented, stages, plan)
+    elif segmented.here is not None:
+        state = state.having(segmented.pieces())
     _check_holders(stages, state)
     _check_buffers(segmented.captured, stages)
     copies = 1 + len(plan.mirrors) * segmented.captured.training
@@ -95,11 +98,12 @@ class _Kind:
     modes: Modes
 
 
-def place(captured: Captured, stages: Sequence[Sequence[Segment]], plan: Plan) -> State:
+def place(segmented: Segmented, stages: Sequence[Sequence[Segment]], plan: Plan) -> State:
     """Put every used parameter in a unit: a segment's own together, those of several segments alone.
 
     A unit is on the stages that use it in every copy of the model.
     """
+    captured, pieces = segmented.captured, segmented.pieces()
     users: dict[str, list[tuple[int, str]]] = {}
     for number, stage in enumerate(stages):
         for segment in stage:
@@ -120,7 +124,9 @@ def place(captured: Captured, stages: Sequence[Sequence[Segment]], plan: Plan) -
     for kind, targets in groups.items():
         name = f"{kind.owner}+{taken[kind.owner]}" if taken[kind.owner] else kind.owner
         taken[kind.owner] += 1
-        parameters = tuple(Parameter(target, inputs[target].value.at(1), kind.dtype) for target in targets)
+        parameters = tuple(
+            Parameter.of(target, inputs[target].value.at(1), kind.dtype, pieces.get(target)) for target in targets
+        )
         first = {number for target in targets for number, _ in users[target]}
         holders = tuple(s for s in range(len(places)) if s % len(stages) in first)
         columns = tuple(sorted({places[number] for number in holders}))
@@ -157,7 +163,7 @@ def _check_buffers(captured: Captured, stages: Sequence[Sequence[Segment]]) -> N
 
 
 def _edges(segmented: Segmented, stages: Sequence[Sequence[Segment]]) -> tuple[Edge, ...]:
-    values = {value.name: value for value in segmented.captured.values()}
+    values = segmented.values()
     made: dict[str, int] = {}
     for number, stage in enumerate(stages):
         for segment in stage:

@@ -9,6 +9,7 @@ that microbatches differ in size. What the texts do is then held against these r
 ``text``         it runs, values of different microbatches do not mix, and it is the text of this rank of this plan
 ``transfers``    every send has its receive: on both ends the same order, microbatches, shapes and dtypes
 ``collectives``  the ranks of a group call the same collectives in the same order
+                 on values inside a layer too: with the shapes, the pieces and the reduction that the others have
 ``deadlock``     all ranks end even if every send waits for its receive and every collective for all of its group
                  nothing meets across the yield of a step that waits for the gradients of its outputs
 ``stores``       what is stored for later is taken out, once
@@ -17,7 +18,8 @@ that microbatches differ in size. What the texts do is then held against these r
                  parts (a gather begun ahead is of what is used next), made whole again at the start of the step if an
                  optimizer updated it in parts
 ``values``       each action calls each layer once, in order, with the values, inputs, buffers, parameters, random
-                 draws, prologue values and gradients of outputs that the graph gives it; what is sent, added to
+                 draws, prologue values and gradients of outputs that the graph gives it, and exchanges inside what the
+                 graph of its place exchanges, in that order; what is sent, added to
                  gradients, stored in buffers and handed out is what the layer returned for that
 ``gradients``    each backward (W, where it is in two) adds every gradient that it makes, once, to its own unit; each
                  unit is reduced once over dp, and once over the stages that share it, after its last contribution; what
@@ -96,7 +98,7 @@ def verify(program: Program, *, bodies: Bodies | None = None) -> Report:
     made = {name: (values[name], frozenset(stages)) for name, stages in makers.items() if name in values}
     bodies = bodies or Bodies()
     batches = _batches(plan)
-    known = Values(staged)
+    known = tuple(map(Values, program.places))
     checked = [_checked(program, needed, made, known, batch, bodies) for batch in batches]
     return Report(checked[0], batches)
 
@@ -115,7 +117,7 @@ def _batches(plan: Plan) -> tuple[int, int]:
 
 
 def _checked(
-    program: Program, needed: Sequence[Needs], made: Mapping[str, Made], known: Values, batch: int, bodies: Bodies
+    program: Program, needed: Sequence[Needs], made: Mapping[str, Made], known: Sequence[Values], batch: int, bodies: Bodies
 ) -> tuple[Checked, ...]:
     training, state = program.captured.training, program.state
     texts = [read(program, rank, batch, bodies) for rank in range(len(program.ranks))]
@@ -125,7 +127,7 @@ def _checked(
     stored = sum(n * _check_stores(text) for text, n in alone)
     travelled = copies_travelled(texts, program.staged, program.plan.microbatches)
     actions = sum(n * work(text, needed, state, travelled, training) for text, n in alone)
-    given = sum(n * values(text, known) for text, n in alone)
+    given = sum(n * values(text, known[program.plan.place_inside(text.rank)]) for text, n in alone)
     graded = [(*gradients(text, needed, state), n) for text, n in alone]
     renewed = [program.staged.updated(stage) for stage in range(len(program.staged.stages))]
     updated = sum(n * buffers(text, program.staged, renewed) for text, n in alone)
@@ -209,7 +211,7 @@ def _whole(out: Output, value: Value, text: Text, plan: Plan, batch: int) -> tup
 
 def _check_total(text: Text, makers: Sequence[frozenset[int]], travelled: Sequence[Sequence[int]]) -> None:
     """Sums over the world have the part of every microbatch from the rank that makes it, and nothing from others."""
-    here = [stages & {*text.stages} for stages in makers]
+    here = [stages & {*text.stages} for stages in makers if text.mesh.leads(text.rank)]
     made, every = sum(map(bool, here)), sorted(k for stage in frozenset().union(*here) for k in travelled[stage])
     for event in (event for event in text.events if event.call == "total"):
         parts = [spec.microbatch for spec in event.what[1:] if spec is not None]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from autopart.codegen.recording_world import Event
 from autopart.codegen.shapes import shown
+from autopart.collectives import SCHEMAS
 from autopart.errors import VerificationError
 from autopart.ir.action import COMPUTE, Kind
 from autopart.passes.verify_texts import Text, fault, told
@@ -25,7 +26,8 @@ Meeting: TypeAlias = tuple[Position, ...]
 
 BUFFERS = frozenset({"average_buffers", "maximum_buffers", "broadcast_buffers"})
 PARAMETERS = frozenset({"all_gather", "prefetch", "regather", "reduce_scatter", "all_reduce"})
-COLLECTIVES = BUFFERS | PARAMETERS | {"summed", "total", "everywhere"}
+VALUES = frozenset({f"{name}_values" for name in SCHEMAS})
+COLLECTIVES = BUFFERS | PARAMETERS | VALUES | {"summed", "total", "everywhere"}
 
 
 def transfers(texts: Sequence[Text]) -> list[Meeting]:
@@ -127,7 +129,8 @@ def _check_meeting(texts: Sequence[Text], group: tuple[int, ...], meeting: Seque
 def _same(event: Event) -> tuple[object, ...]:
     """What all members of a group must have in common."""
     shapes = {"total": event.what[:1], "everywhere": event.what, "summed": event.what}.get(event.call, ())
-    return event.call, event.unit, event.axis, event.stages, event.buffers, shapes
+    exchanged = event.exchange.same() if event.exchange is not None else ()
+    return event.call, event.unit, event.axis, event.stages, event.buffers, shapes, exchanged
 
 
 def ends(texts: Sequence[Text], meetings: Sequence[Meeting]) -> int:

@@ -12,14 +12,17 @@ from autopart.codegen.recording_world import Event
 from autopart.codegen.shapes import Bodies
 from autopart.errors import VerificationError
 from autopart.ir.action import Action, stages_of
-from autopart.ir.mesh import Mesh
+from autopart.ir.mesh import Mesh, pieces
 from autopart.ir.program import Program, RankProgram
 from autopart.passes.emit import observe
 
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A rank's text and what it did. `place` is the pp rank of each stage, `stages` those that this rank holds."""
+    """A rank's text and what it did. `place` is the pp rank of each stage, `stages` those that this rank holds.
+
+    `samples` are those of each of its microbatches.
+    """
 
     rank: int
     mesh: Mesh
@@ -27,6 +30,7 @@ class Text:
     place: tuple[int, ...]
     stages: tuple[int, ...]
     recording: Recording
+    samples: tuple[int, ...] = ()
 
     @property
     def events(self) -> tuple[Event, ...]:
@@ -69,7 +73,9 @@ class Text:
 
 
 def told(event: Event) -> str:
-    """The call, and the unit or buffers that it is about: ``all_reduce of "h.1"``."""
+    """The call, and what it is about: ``all_reduce of "h.1"``."""
+    if event.exchange is not None:
+        return str(event.exchange)
     about = (event.unit,) if event.unit else event.buffers
     return f"{event.call} of {', '.join(map(json.dumps, about))}" if about else event.call
 
@@ -84,13 +90,14 @@ def read(program: Program, rank: int, batch: int, bodies: Bodies) -> Text:
     plan, written = program.plan, program.ranks[rank]
     mesh, lines = plan.mesh, tuple(written.source.splitlines())
     try:
-        recording = observe(written.source, rank, program.captured, program.state, plan, batch, bodies)
+        recording = observe(written.source, rank, program.captured, program.state_on(rank), plan, batch, bodies)
     except Exception as error:
         raise _does_not_run(written, error) from error
     _check_names(program, rank, recording.names)
     place = tuple(recording.names["PLACE"])
     column = mesh.coordinate(rank).get("pp", 0)
-    return Text(rank, mesh, lines, place, stages_of(place, column), recording)
+    samples = pieces(pieces(batch, mesh.degree("dp"))[mesh.coordinate(rank).get("dp", 0)], plan.microbatches)
+    return Text(rank, mesh, lines, place, stages_of(place, column), recording, samples)
 
 
 def _check_names(program: Program, rank: int, names: Mapping[str, object]) -> None:

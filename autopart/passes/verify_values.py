@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 
+from autopart.codegen.exchange import Exchange, exchanges
 from autopart.codegen.parsed import PROLOGUE
 from autopart.codegen.recording_world import Call, Event
 from autopart.codegen.shapes import Spec
@@ -40,6 +41,7 @@ class Values:
         self.edges = {(edge.source, edge.target): tuple(v.name for v in edge.values) for edge in staged.edges}
         self._parameters = {item.target: item.value.name for item in captured.of_kind("parameter")}
         self._known: dict[tuple[str, Kind], tuple[tuple[str, ...], Paths]] = {}
+        self._exchanges: dict[tuple[int, Kind, int], tuple[Exchange, ...]] = {}
 
     def layers(self, action: Action) -> list[Segment]:
         """The segments whose functions an action calls, in order."""
@@ -51,6 +53,16 @@ class Values:
         if key not in self._known:
             self._known[key] = self._phase(segment, self.staged.segmented.phase(segment, kind))
         return self._known[key]
+
+    def exchanges(self, segment: Segment, kind: Kind, samples: int) -> tuple[Exchange, ...]:
+        """The collectives inside a layer's function, for a microbatch of so many samples."""
+        if self.staged.segmented.here is None:
+            return ()
+        key = segment.body, kind, samples
+        if key not in self._exchanges:
+            phase = self.staged.segmented.phase(segment, kind)
+            self._exchanges[key] = exchanges(phase.function, samples) if phase is not None else ()
+        return self._exchanges[key]
 
     def _phase(self, segment: Segment, phase: Phase | None) -> tuple[tuple[str, ...], Paths]:
         assert phase is not None, "a layer that is called"
@@ -132,6 +144,7 @@ class _Names:
         for segment, (number, call) in zip(layers, calls, strict=True):
             takes, self.returned[number] = known.of(segment, action.kind)
             self._check(text, call, segment.name, takes)
+            _check_exchanges(text, call, known.exchanges(segment, action.kind, text.samples[action.microbatch]))
 
     def _check(self, text: Text, call: Call, layer: str, takes: Iterable[str]) -> None:
         for found, wanted in zip_longest(map(self.of, call.given), takes):
@@ -140,6 +153,15 @@ class _Names:
                 problem = f"it is given {found or 'something else'} where {layer} takes {wanted or 'nothing more'}"
                 raise fault("values", where, problem, "give each layer what the graph gives it, in that order")
             self.count += 1
+
+
+def _check_exchanges(text: Text, call: Call, wanted: Sequence[Exchange]) -> None:
+    """A layer exchanges what its graph has, in that order."""
+    for made, needed in zip_longest(call.exchanges, wanted):
+        if made is None or needed is None or made.same() != needed.same():
+            where = f"{text.during(call.within)}, {call.function} ({text.where(call.line)})"
+            problem = f"inside it comes {made or 'no collective more'} where {needed or 'none'} is due"
+            raise fault("values", where, problem, "exchange what the graph of this place exchanges, in that order")
 
 
 def _check_event(text: Text, event: Event, known: Values, names: _Names) -> None:

@@ -5,7 +5,8 @@
               that has it, Partial where it is added
     a sum     a linear set is Partial                    every result Partial
 
-Operators that need all of a loop at once may have it split all the same if `spread` knows how.
+Operators that need all of a loop at once may have it split all the same if `spread` knows how. A draw of random numbers
+runs whole: what it draws depends on where an element is in the whole tensor.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ class Ruled:
     def of(cls, node: Node, values: Mapping[str, Value]) -> Ruled:
         """The node, with `values` giving the tensors that it reads."""
         call = bind(node, values)
-        found = family(node.op)
+        drawn = node.op.namespace == "autopart" and torch.Tag.nondeterministic_seeded in node.op.tags
+        found = None if drawn else family(node.op)
         rule = None if found is None else found(call)
         return cls(node, call, rule, None if rule is None else spread(call, rule))
 

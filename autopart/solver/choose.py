@@ -12,10 +12,11 @@ from autopart.ir.mesh import Mesh
 from autopart.ir.placement import Placement
 from autopart.ir.plan import Plan, Prediction, Stage, stage_ranks
 from autopart.ir.plan_text import format_bytes, format_seconds, spans
+from autopart.ir.tensor_plan import TensorPlan
 from autopart.solver.certify import certify
 from autopart.solver.chunks import PRECISION, fastest
 from autopart.solver.infeasible import infeasible
-from autopart.solver.request import Request, resolve
+from autopart.solver.request import Pinned, Request, resolve
 from autopart.solver.schedule import Chosen, search
 from autopart.solver.search import Solved, check_schedule, first_fit, flush, stage_seconds, step_seconds
 
@@ -28,7 +29,7 @@ def choose(
     devices: int | None = None,
     mesh: Mapping[str, int] | Mesh | None = None,
     stages: int | Sequence[str] | None = None,
-    placement: str | Placement | Mapping[str, str | Placement] | None = None,
+    placement: Pinned = None,
     schedule: str | Schedule | None = None,
     microbatches: int | None = None,
     memory: str | int | None = None,
@@ -37,6 +38,7 @@ def choose(
     optimizer_ratio: float = 2.0,
     forwards_first: bool = False,
     fingerprint: str = "",
+    tensor: TensorPlan | None = None,
 ) -> Plan:
     """The plan for a model of these segments and a batch of `batch` samples.
 
@@ -58,7 +60,8 @@ def choose(
     segment at a time: a placement pattern holds for a segment if it matches its name or a module around it.
     `recompute` pins that: True, False, or modules whose segments are recomputed; `recomputed` has what every segment
     costs when it is (by default as much as it does anyway).
-    `optimizer_ratio` is bytes of optimizer state per byte of trainable parameter.
+    `optimizer_ratio` is bytes of optimizer state per byte of trainable parameter. With a `mesh` that splits tensors
+    inside segments the costs are those of one place, and `tensor` is what was decided there.
 
     Raises ValueError or TypeError naming a bad argument; `PlanInfeasible` where nothing fits, with the stage that needs
     most, by state, and single changes that make it fit.
@@ -87,11 +90,11 @@ def choose(
     if solved is None:
         raise infeasible(request)
     chosen = search(request, solved) if request.searched else Chosen(solved, "", "")
-    plan = _plan(request, chosen)
+    plan = _plan(request, chosen, tensor)
     return replace(plan, notes=_notes(request, chosen, mesh is not None, recompute), fingerprint=fingerprint)
 
 
-def _plan(request: Request, chosen: Chosen) -> Plan:
+def _plan(request: Request, chosen: Chosen, tensor: TensorPlan | None) -> Plan:
     """The plan of a solution, whose split is proven."""
     solved = chosen.solved
     solved = replace(solved, split=certify(solved.problem, solved.split))
@@ -112,6 +115,7 @@ def _plan(request: Request, chosen: Chosen) -> Plan:
         notes=(),
         fingerprint="",
         mirrors=candidate.schedule.mirrors,
+        tensor=tensor,
     )
 
 

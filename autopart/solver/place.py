@@ -18,7 +18,7 @@ import torch
 from autopart.errors import PlanInfeasible
 from autopart.ir.graph import descendants
 from autopart.ir.placed import PlacedBody
-from autopart.ir.placement import TensorPlacement
+from autopart.ir.placement import Shard, TensorPlacement
 from autopart.ir.segmented import Segment, Segmented
 from autopart.solver.axis import Axis
 from autopart.solver.eliminate import Eliminated, Table, eliminate, picks, solve
@@ -58,7 +58,9 @@ def place(
 ) -> Placed:
     """The fastest placement of every value on an axis. `pins` are placements of parameters, by target.
 
-    What the caller passes is whole at every place, and so are the loss and gradients of inputs. A byte costs `TIE` in
+    A pinned ``Shard(dim)`` is any split of that dim, where it cannot be cut in equal runs.
+
+    What the caller passes and gets is whole at every place. A byte costs `TIE` in
     any case, so of layouts that are equally fast the smaller is taken. Where `memory` (bytes) binds, it is the fastest
     of those that are fastest at some price of a byte: what lies on the convex hull of time against memory. Raises
     ValueError for a pin that no layout can keep, naming those that one can, and PlanInfeasible where nothing fits.
@@ -166,7 +168,7 @@ def _whole(segmented: Segmented) -> set[str]:
     trained = descendants(captured.nodes, parameters)
     readers = Counter(name for segment in segmented.segments for name in segment.values)
     given = {item.value.name for item in captured.of_kind("input", "tangent")}
-    returned = {out.name for out in captured.outputs if out.kind in ("loss", "input_grad")}
+    returned = {out.name for out in captured.outputs if out.kind in ("loss", "output", "input_grad")}
     return given | returned | {name for name, count in readers.items() if count > 1 and name not in trained}
 
 
@@ -219,9 +221,12 @@ def _over(one: _Wired, costs: torch.Tensor, domains: Mapping[str, tuple[TensorPl
 
 def _pinned(variable: str, how: TensorPlacement, domains: Mapping[str, tuple[TensorPlacement, ...]]) -> Table:
     places = domains[variable]
-    if how not in places:
+    kept = [i for i, place in enumerate(places) if place == how]
+    if not kept and isinstance(how, Shard) and how == Shard(how.dim):  # by heads, or inside what a view took apart
+        kept = [i for i, place in enumerate(places) if isinstance(place, Shard) and place.dim == how.dim]
+    if not kept:
         known = ", ".join(str(p) for p in places)
         raise ValueError(f"placement: {variable!r} cannot be {how} on this axis; it can be {known}")
     costs = torch.full((len(places),), torch.inf, dtype=torch.float64)
-    costs[places.index(how)] = 0
+    costs[kept] = 0
     return Table((variable,), costs)

@@ -14,11 +14,14 @@ from autopart.ir import plan_text
 from autopart.ir.action import Schedule
 from autopart.ir.cost import SegmentCost
 from autopart.ir.mesh import Mesh
-from autopart.ir.placement import PRESETS, Placement, executable
+from autopart.ir.placement import PRESETS, Placement, Replicate, Shard, TensorPlacement, executable
 from autopart.schedules.spell import AUTO, is_table
 
 Rules = tuple[tuple[str, Placement], ...]
 """(pattern, placement), the first match holds; the last pattern is '*'."""
+
+INSIDE = ("tp",)
+"""The axes that split the tensors inside segments."""
 
 LEAN = ("1f1b", "v1f1b", "vhalf", "vmin", *(f"{name}(chunks={v})" for v in (3, 4) for name in ("interleaved", "bfs")))
 """Of the schedules that are searched, those which hold little, for each number of stages a rank: they say whether
@@ -28,6 +31,10 @@ FORWARDS_FIRST = ("gpipe", "2bp-gpipe", "bfs", "bfs(chunks=3)", "bfs(chunks=4)")
 """The schedules that are searched for steps without a loss."""
 
 
+Pinned = str | Placement | Mapping[str, str | Placement | Mapping[str, object]] | None
+"""A `placement` pin: a placement, or by pattern placements and, for tensors, a Shard or Replicate by axis."""
+
+
 class Pins(TypedDict, total=False):
     """What a caller may pin of a plan; see `choose`."""
 
@@ -35,7 +42,7 @@ class Pins(TypedDict, total=False):
     devices: int | None
     mesh: Mapping[str, int] | Mesh | None
     stages: int | Sequence[str] | None
-    placement: str | Placement | Mapping[str, str | Placement] | None
+    placement: Pinned
     schedule: str | Schedule | None
     microbatches: int | None
     memory: str | int | None
@@ -104,7 +111,7 @@ def resolve(
     devices: int | None,
     mesh: Mapping[str, int] | Mesh | None,
     stages: int | Sequence[str] | None,
-    placement: str | Placement | Mapping[str, str | Placement] | None,
+    placement: Pinned,
     schedule: str | Schedule | None,
     microbatches: int | None,
     memory: str | int | None,
@@ -118,7 +125,7 @@ def resolve(
     if not names or len(set(names)) != len(names):
         raise ValueError(f"costs: at least one segment, each with its own name, is needed; got {names}")
     whole("batch", batch)
-    pinned = _mesh(mesh)
+    pinned = pinned_mesh(mesh)
     count = _devices(devices, cluster, pinned)
     wanted = _recompute(recompute, names)
     again = tuple(costs if recomputed is None else recomputed)
@@ -196,16 +203,34 @@ def _devices(devices: int | None, cluster: Cluster | None, mesh: Mesh | None) ->
     return devices
 
 
-def _mesh(mesh: Mapping[str, int] | Mesh | None) -> Mesh | None:
+def pinned_mesh(mesh: Mapping[str, int] | Mesh | None) -> Mesh | None:
+    """A mesh pin as a mesh. Raises TypeError for what is none, ValueError for axes that no plan has."""
     if mesh is None:
         return None
     if not isinstance(mesh, Mesh | Mapping):
         raise TypeError(f"mesh: expected axis sizes such as {{'pp': 2, 'dp': 2}}, not {mesh!r}")
     made = mesh if isinstance(mesh, Mesh) else Mesh.of(mesh)
     for axis, size in made.axes:
-        if axis not in ("pp", "dp") and size > 1:
-            raise ValueError(f"mesh: axis {axis!r} is not planned yet; use pp and dp")
+        if axis not in ("pp", "dp", *INSIDE) and size > 1:
+            raise ValueError(f"mesh: axis {axis!r} is not planned yet; use pp, dp and {', '.join(INSIDE)}")
     return made
+
+
+def tensor_placement(value: object, dims: int, pattern: str) -> TensorPlacement:
+    """A pinned placement of a tensor of so many dims: ours, or torch's of the same name.
+
+    Raises TypeError for what is neither Shard nor Replicate, ValueError for a dim that is not there.
+    """
+    kind = type(value).__name__
+    if kind == "Replicate":
+        return Replicate()
+    if kind != "Shard" or not isinstance(dim := getattr(value, "dim", None), int):
+        raise TypeError(
+            f"placement: {pattern!r} has {value!r}; parameters are autopart.Shard(dim) or autopart.Replicate() on an axis"
+        )
+    if not -dims <= dim < dims:
+        raise ValueError(f"placement: {pattern!r} is to be split along dim {dim}, but it has {dims} dims")
+    return replace(value, dim=dim % dims) if isinstance(value, Shard) else Shard(dim % dims)
 
 
 def _stages(stages: int | Sequence[str] | None, names: list[str]) -> tuple[int | None, tuple[int, ...]]:
@@ -252,7 +277,7 @@ def _recompute(pin: bool | Sequence[str] | None, names: list[str]) -> tuple[str,
     return tuple(name for name in names if name in wanted)
 
 
-def _placements(pin: str | Placement | Mapping[str, str | Placement] | None) -> tuple[Rules, ...]:
+def _placements(pin: Pinned) -> tuple[Rules, ...]:
     presets = tuple(Placement.preset(name) for name in PRESETS)
     if pin is None:
         return tuple((("*", preset),) for preset in presets)
@@ -276,7 +301,8 @@ def _placement(value: object) -> Placement:
 def _check_counts(request: Request) -> None:
     """Refuse counts that cannot go together: segments and stages, devices and stages, batch and microbatches."""
     pp = _pipelines(request)
-    dp, count = request.devices // max(pp), request.microbatches or 1
+    dp = request.mesh.degree("dp") if request.mesh is not None else request.devices // max(pp)
+    count = request.microbatches or 1
     if request.batch < dp * count:
         raise ValueError(
             f"microbatches: a batch of {request.batch} over dp={dp} allows at most {request.batch // dp}, not {count}"

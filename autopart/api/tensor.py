@@ -1,0 +1,145 @@
+"""Tensor placements in the order of processing: decided with the plan, found again for each program, checked by a gate."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from autopart.cluster import Cluster, parse_bytes
+from autopart.ir.captured import Captured
+from autopart.ir.mesh import Mesh
+from autopart.ir.placed import PlacedStep
+from autopart.ir.placement import TensorPlacement
+from autopart.ir.segmented import Segmented
+from autopart.ir.tensor_plan import TensorPlan
+from autopart.passes.places import at_place, check_places
+from autopart.solver.axis import Axis
+from autopart.solver.place import Placed, place
+from autopart.solver.request import INSIDE, Pinned, Pins, pinned_mesh, tensor_placement
+
+@dataclass(frozen=True, slots=True)
+class Inside:
+    """What is asked of the axis inside segments."""
+
+    axis: str
+    degree: int
+    cluster: Cluster
+    samples: int  # of a microbatch
+    pins: tuple[tuple[str, TensorPlacement], ...]  # by parameter
+
+
+def axis_inside(mesh: Mesh | None) -> tuple[str, int] | None:
+    """The axis of a mesh that splits the tensors inside segments, with its degree; None where it has none."""
+    sizes = dict(mesh.axes) if mesh is not None else {}
+    return next(((axis, sizes[axis]) for axis in INSIDE if sizes.get(axis, 1) > 1), None)
+
+
+def asked(captured: Captured, batch: int, pins: Pins) -> Inside | None:
+    """What the pins ask of the axis inside segments; None where the mesh has none.
+
+    Raises ValueError or TypeError for placements of tensors that cannot be meant.
+    """
+    pin, mesh, count = pins.get("placement"), pinned_mesh(pins.get("mesh")), pins.get("microbatches")
+    found = axis_inside(mesh)
+    wanted = pinned(pin, captured, found[0] if found else None)
+    if found is None or mesh is None:
+        return None
+    share = -(-batch // mesh.degree("dp"))
+    count = count if isinstance(count, int) and count > 0 else 1 if mesh.degree("pp") == 1 else 4 * mesh.degree("pp")
+    cluster = pins.get("cluster") or Cluster.preset("cpu", per_node=mesh.size)
+    return Inside(*found, cluster, max(1, -(-share // count)), wanted)
+
+
+def limit(pins: Pins, asked: Inside) -> int:
+    """The bytes that a device may hold."""
+    memory = pins.get("memory")
+    return asked.cluster.memory if memory is None else parse_bytes(memory)
+
+
+def first_place(segmented: Segmented, tensor: TensorPlan) -> Segmented:
+    """The step of the first place, which has most."""
+    return at_place(segmented, placed_step(segmented, tensor), 0)
+
+
+def decide(segmented: Segmented, asked: Inside, memory: int | None = None) -> TensorPlan:
+    """The fastest placement inside segments. Raises ValueError for pins that cannot be kept, PlanInfeasible."""
+    return TensorPlan.of(_solved(segmented, asked, memory), asked.cluster, asked.samples)
+
+
+def placed_step(segmented: Segmented, tensor: TensorPlan) -> PlacedStep:
+    """A program's step as the plan places it; what the plan has not seen is placed now, around the parameters' places.
+
+    Raises VerificationError where the plan's choices do not make up what one device computes.
+    """
+    placed = tensor.step(segmented)
+    if placed is None:
+        used = {target for segment in segmented.segments for target in segment.parameters}
+        pins = tuple((target, how) for target, how in tensor.parameters if target in used)
+        placed = _solved(segmented, Inside(tensor.axis, tensor.degree, tensor.cluster, tensor.samples, pins), None)
+        known = dict(placed.parameters) | dict(tensor.parameters)
+        placed = PlacedStep(placed.axis, placed.degree, placed.bodies, placed.between, tuple(known.items()))
+    check_places(segmented, placed)
+    return placed
+
+
+def _solved(segmented: Segmented, asked: Inside, memory: int | None) -> PlacedStep:
+    axis = Axis(asked.axis, asked.degree, asked.cluster, asked.samples)
+    found = place(segmented, axis, dict(asked.pins), memory)
+    parameters = _parameters(segmented, found)
+    between = tuple((name, how) for name, how in found.between.items() if name not in parameters)
+    return PlacedStep(asked.axis, asked.degree, found.segments, between, tuple(parameters.items()))
+
+
+def _parameters(segmented: Segmented, found: Placed) -> dict[str, TensorPlacement]:
+    """How each parameter lies, by target."""
+    how: dict[str, TensorPlacement] = {}
+    for segment, body in zip(segmented.segments, found.segments, strict=True):
+        parts = [(body.forward.inputs, segment.forward_parameters)]
+        if body.backward is not None:
+            parts.append((body.backward.inputs, segment.backward_parameters))
+            made = body.backward.outputs[len(segment.backward_outputs) :]
+            how |= dict(zip(segment.gradients, made, strict=True))
+        for inputs, targets in parts:
+            how |= dict(zip(targets, inputs[len(inputs) - len(targets) :], strict=True))
+    return how
+
+
+def without_tensors(pin: Pinned) -> Pinned:
+    """A placement pin without what it says of axes inside segments."""
+    if not isinstance(pin, Mapping):
+        return pin
+    rest = {pattern: value for pattern, value in pin.items() if not isinstance(value, Mapping)}
+    return rest or None
+
+
+def pinned(pin: object, captured: Captured, axis: str | None) -> tuple[tuple[str, TensorPlacement], ...]:
+    """The placements of parameters on `axis` that a placement pin names; of several patterns the first holds.
+
+    Raises ValueError or TypeError, naming the pattern, for one on an axis that the mesh has not, and for a pattern that
+    matches no parameter.
+    """
+    if not isinstance(pin, Mapping):
+        return ()
+    rules = [(str(pattern), value) for pattern, value in pin.items() if isinstance(value, Mapping)]
+    shapes = {item.target: item.value.shape for item in captured.of_kind("parameter")}
+    found: dict[str, TensorPlacement] = {}
+    for pattern, by_axis in rules:
+        targets = [target for target in shapes if _matches(pattern, target)]
+        if not targets:
+            raise ValueError(f"placement: {pattern!r} is placed as a tensor, and no parameter is called that")
+        for name, value in by_axis.items():
+            if name != axis:
+                raise ValueError(
+                    f"placement: {pattern!r} is placed on {name!r}, but "
+                    + (f"tensors are split on {axis!r}" if axis else "the mesh has no axis that splits tensors")
+                    + '; pin a mesh such as {"tp": 2}'
+                )
+            for target in targets:
+                found.setdefault(target, tensor_placement(value, len(shapes[target]), pattern))
+    return tuple(found.items())
+
+
+def _matches(pattern: str, target: str) -> bool:
+    parts = target.split(".")
+    return any(fnmatchcase(".".join(parts[:length]), pattern) for length in range(1, len(parts) + 1))

@@ -1,0 +1,143 @@
+"""Collectives inside bodies on shapes: what the world's calls on values return, and what they say of themselves."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from autopart.collectives import collective_name, is_collective
+from autopart.ir.graph import Node, Size, map_arg
+from autopart.ir.segmented import Function
+from autopart.ir.traffic import wire
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """One collective that a body calls: its name and axis, the shape and dtype of the whole, and its other arguments.
+
+    `what` is how it reduces, or how the dim is cut: dim, outer and pieces, of all-to-all twice. `line` counts from the
+    body's first line.
+    """
+
+    kind: str
+    axis: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    what: tuple[Any, ...]
+    line: int = 0
+
+    def same(self) -> tuple[object, ...]:
+        """What all places must have in common."""
+        return self.kind, self.axis, self.shape, self.dtype, self.what
+
+    @property
+    def payload(self) -> int:
+        """The bytes that are counted (`ir.traffic.wire`)."""
+        return wire(self.kind, self.shape, self.dtype.itemsize, self.what)
+
+    def __str__(self) -> str:
+        name = str(self.dtype).removeprefix("torch.")
+        return f"{self.kind}_values of {name}{list(self.shape)} over {self.axis!r} by {self.what}"
+
+
+def exchange_of(node: Node, batch: int) -> Exchange:
+    """The collective that a node is, at a microbatch of `batch` samples."""
+    (out,), (_, axis, *rest) = node.outs, node.args
+    assert out is not None  # a collective that nothing reads is not written
+
+    def number(arg: Any) -> Any:
+        return int(arg.at(batch)) if isinstance(arg, Size) else arg
+
+    what = tuple(map_arg(tuple(rest), number))
+    shape, kind = out.at(batch), collective_name(node.op)
+    if kind in ("reduce_scatter", "all_to_all"):
+        dim, outer, pieces = what[-3:]
+        shape = (*shape[:dim], outer * sum(pieces), *shape[dim + 1 :])
+    return Exchange(kind, axis, shape, out.dtype, what)
+
+
+def exchanges(function: Function, batch: int) -> tuple[Exchange, ...]:
+    """The collectives of a body's function, in order."""
+    return tuple(exchange_of(node, batch) for node in function.nodes if is_collective(node.op))
+
+
+class ExchangeWorld:
+    """Stands for the world in a body that runs on tensors without data: notes collectives, makes their shapes.
+
+    `place` are the places of this rank, by axis.
+    """
+
+    def __init__(self, places: Mapping[str, int], file: str, first: int) -> None:
+        self.places, self.file, self.first = places, file, first
+        self.noted: list[Exchange] = []
+
+    def all_reduce_values(self, x: torch.Tensor, *, axis: str, how: str) -> torch.Tensor:
+        """A sum, or the maximum, over an axis."""
+        if how not in ("sum", "max"):
+            raise TypeError(f"values are reduced by 'sum' or 'max', not {how!r}")
+        self._note("all_reduce", axis, x, tuple(x.shape), (how,))
+        return torch.empty_like(x)
+
+    def all_gather_values(
+        self, x: torch.Tensor, *, axis: str, dim: int, outer: int = 1, pieces: Sequence[int]
+    ) -> torch.Tensor:
+        """The whole of a value that is split along a dim."""
+        shape = self._whole(x, axis, dim, outer, pieces)
+        self._note("all_gather", axis, x, shape, (dim, outer, tuple(pieces)))
+        return x.new_empty(shape)
+
+    def reduce_scatter_values(
+        self, x: torch.Tensor, *, axis: str, dim: int, outer: int = 1, pieces: Sequence[int]
+    ) -> torch.Tensor:
+        """This place's piece of a sum."""
+        self._note("reduce_scatter", axis, x, tuple(x.shape), (dim, outer, tuple(pieces)))
+        return x.new_empty(self._piece(tuple(x.shape), axis, dim, outer, pieces))
+
+    def all_to_all_values(
+        self,
+        x: torch.Tensor,
+        *,
+        axis: str,
+        from_dim: int,
+        from_outer: int = 1,
+        from_pieces: Sequence[int],
+        dim: int,
+        outer: int = 1,
+        pieces: Sequence[int],
+    ) -> torch.Tensor:
+        """A value that is split along one dim, split along another."""
+        shape = self._whole(x, axis, from_dim, from_outer, from_pieces)
+        what = (from_dim, from_outer, tuple(from_pieces), dim, outer, tuple(pieces))
+        self._note("all_to_all", axis, x, shape, what)
+        return x.new_empty(self._piece(shape, axis, dim, outer, pieces))
+
+    def _place(self, axis: str) -> int:
+        if axis not in self.places:
+            raise TypeError(f"the mesh has no axis {axis!r} to exchange values on; it has {', '.join(self.places)}")
+        return self.places[axis]
+
+    def _whole(self, x: torch.Tensor, axis: str, dim: int, outer: int, pieces: Sequence[int]) -> tuple[int, ...]:
+        place, shape = self._place(axis), tuple(x.shape)
+        if not 0 <= dim < len(shape) or place >= len(pieces) or shape[dim] != outer * pieces[place]:
+            raise TypeError(f"place {place} of {axis!r} has {list(shape)}, not {outer} x {list(pieces)} along dim {dim}")
+        return (*shape[:dim], outer * sum(pieces), *shape[dim + 1 :])
+
+    def _piece(
+        self, shape: tuple[int, ...], axis: str, dim: int, outer: int, pieces: Sequence[int]
+    ) -> tuple[int, ...]:
+        place = self._place(axis)
+        if not 0 <= dim < len(shape) or place >= len(pieces) or shape[dim] != outer * sum(pieces):
+            raise TypeError(f"{list(shape)} is cut along dim {dim} into {outer} x {list(pieces)}")
+        return (*shape[:dim], outer * pieces[place], *shape[dim + 1 :])
+
+    def _note(self, kind: str, axis: str, x: torch.Tensor, shape: tuple[int, ...], what: tuple[Any, ...]) -> None:
+        self._place(axis)
+        frame = inspect.currentframe()
+        while frame is not None and frame.f_code.co_filename != self.file:
+            frame = frame.f_back
+        line = frame.f_lineno - self.first if frame is not None else 0
+        self.noted.append(Exchange(kind, axis, shape, x.dtype, what, line))

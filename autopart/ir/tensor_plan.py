@@ -1,0 +1,123 @@
+"""What a plan decides inside segments: how every value and every operator is placed on one mesh axis, as data."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+from autopart.cluster import Cluster
+from autopart.ir.placed import Move, PlacedBody, PlacedFunction, PlacedStep, Strategy
+from autopart.ir.placement import TensorPlacement
+from autopart.ir.segmented import Body, Function, Segmented
+
+
+@dataclass(frozen=True, slots=True)
+class FunctionChoice:
+    """What is decided of one function of a body: all of a `PlacedFunction` but the function."""
+
+    inputs: tuple[TensorPlacement, ...]
+    strategies: tuple[Strategy, ...]
+    outputs: tuple[TensorPlacement, ...]
+    moves: tuple[Move, ...]
+
+    @classmethod
+    def of(cls, part: PlacedFunction) -> FunctionChoice:
+        """The decisions of a placed function."""
+        return cls(part.inputs, part.strategies, part.outputs, part.moves)
+
+    def on(self, function: Function) -> PlacedFunction:
+        """The function under these decisions. Raises ValueError where they are for one of another size."""
+        mine = len(self.inputs), len(self.strategies), len(self.outputs)
+        needed = len(function.inputs), len(function.nodes), len(function.outputs)
+        if mine != needed:
+            raise ValueError(f"plan: choices for {mine} inputs, operators and outputs, where a body has {needed}")
+        return PlacedFunction(function, self.inputs, self.strategies, self.outputs, self.moves)
+
+
+@dataclass(frozen=True, slots=True)
+class BodyChoice:
+    """What is decided of the body with this `digest`."""
+
+    digest: str
+    forward: FunctionChoice
+    saved: tuple[TensorPlacement, ...]
+    backward: FunctionChoice | None
+
+    @classmethod
+    def of(cls, placed: PlacedBody) -> BodyChoice:
+        """The decisions of a placed body."""
+        backward = None if placed.backward is None else FunctionChoice.of(placed.backward)
+        return cls(digest(placed.body), FunctionChoice.of(placed.forward), placed.saved, backward)
+
+    def on(self, body: Body, axis: str, degree: int) -> PlacedBody:
+        """The body under these decisions, on `degree` places. Raises ValueError where they are for another body."""
+        if len(self.saved) != len(body.saved) or (self.backward is None) != (body.backward is None):
+            raise ValueError(f"plan: the choices inside {body.name} are not for what it saves for its backward")
+        forward, backward = self.forward.on(body.forward), None
+        if self.backward is not None and body.backward is not None:
+            backward = self.backward.on(body.backward)
+        return PlacedBody(body, axis, degree, forward, self.saved, backward)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorPlan:
+    """What is decided inside segments on `axis`, of `degree` places.
+
+    `parameters` are the placements of the state, which hold for every program under the plan, `between` those of what
+    passes between segments (what is not there is whole at every place). ``choices[segments[i]]`` are those inside
+    segment i of the step that was planned. Other steps (an evaluation, other lengths) are placed when they are
+    compiled, for devices as in `cluster` and microbatches of `samples`.
+    """
+
+    axis: str
+    degree: int
+    parameters: tuple[tuple[str, TensorPlacement], ...]
+    between: tuple[tuple[str, TensorPlacement], ...]
+    choices: tuple[BodyChoice, ...]
+    segments: tuple[int, ...]
+    cluster: Cluster
+    samples: int
+
+    def __post_init__(self) -> None:
+        if self.degree < 2 or self.samples < 1:
+            raise ValueError(f"plan: {self.axis} inside segments is of {self.degree} places, for {self.samples} samples")
+        if any(number not in range(len(self.choices)) for number in self.segments):
+            raise ValueError(f"plan: the segments have the choices {self.segments}; there are {len(self.choices)}")
+
+    @classmethod
+    def of(cls, placed: PlacedStep, cluster: Cluster, samples: int) -> TensorPlan:
+        """The record of a placed step."""
+        numbers = {id(body): number for number, body in enumerate({id(b): b for b in placed.bodies}.values())}
+        choices = tuple(BodyChoice.of(body) for body in {id(b): b for b in placed.bodies}.values())
+        segments = tuple(numbers[id(body)] for body in placed.bodies)
+        return cls(
+            placed.axis, placed.degree, placed.parameters, placed.between, choices, segments, cluster, samples
+        )
+
+    def step(self, segmented: Segmented) -> PlacedStep | None:
+        """The step under these decisions, None where it is another one than was planned.
+
+        Raises ValueError where the decisions do not fit bodies that they are for.
+        """
+        if len(self.segments) != len(segmented.segments):
+            return None
+        digests = [digest(body) for body in segmented.bodies]
+        made: dict[tuple[int, int], PlacedBody] = {}
+        for segment, number in zip(segmented.segments, self.segments, strict=True):
+            choice, key = self.choices[number], (segment.body, number)
+            if choice.digest != digests[segment.body]:
+                return None
+            if key not in made:
+                made[key] = choice.on(segmented.bodies[segment.body], self.axis, self.degree)
+        keys = [(segment.body, number) for segment, number in zip(segmented.segments, self.segments, strict=True)]
+        return PlacedStep(self.axis, self.degree, tuple(made[key] for key in keys), self.between, self.parameters)
+
+
+def digest(body: Body) -> str:
+    """A hash of what a body computes, the same in every process; where it comes from in the user's files is left out."""
+    parts: list[object] = [body.saved]
+    for function in (body.forward, body.backward):
+        if function is not None:
+            parts += [function.inputs, function.outputs]
+            parts += [(node.opname, node.args, node.kwargs, node.outs) for node in function.nodes]
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]

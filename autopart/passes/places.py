@@ -1,0 +1,89 @@
+"""places: Segmented + PlacedStep -> Segmented, a place. The step that one place of an axis runs.
+
+before: h: x [b, 16, 96] -> x + up(x)          after, at place 1 of tp=2: the body of `localise`, and of the parameters
+        up.weight [384, 96]                                               up.weight [192, 96], rows 192 to 383
+
+From here on a step is that of one place, and the passes after this one need not know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+from autopart.errors import VerificationError
+from autopart.ir.graph import Value
+from autopart.ir.placed import PlacedStep
+from autopart.ir.placement import Replicate, Shard, TensorPlacement
+from autopart.ir.segmented import Body, Here, Segmented
+from autopart.ir.state import Piece, State
+from autopart.passes.consistent import faults, step_faults
+from autopart.passes.localise import localise
+from autopart.rules.split import lengths, local_shape
+
+
+def check_places(segmented: Segmented, placed: PlacedStep) -> None:
+    """The gate: raise VerificationError for placements under which the places do not compute what one device does."""
+    seen: set[tuple[int, int]] = set()
+    for segment, body in zip(segmented.segments, placed.bodies, strict=True):
+        if (segment.body, id(body)) not in seen:
+            seen.add((segment.body, id(body)))
+            _refuse(f"inside {segment.name} on {placed.axis}", faults(body, segment))
+    _refuse(f"between segments on {placed.axis}", step_faults(placed, segmented))
+
+
+def _refuse(where: str, found: tuple[str, ...]) -> None:
+    if found:
+        more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+        raise VerificationError(f"rule placements: {where}: {found[0]}{more}; plan again")
+
+
+def at_place(segmented: Segmented, placed: PlacedStep, place: int, *, state: State | None = None) -> Segmented:
+    """The step of place number `place`. The placements must have passed `check_places`.
+
+    Where there is a `state` already, what is here of all its parameters is known, also of those not used in this step.
+    """
+    numbers: dict[int, int] = {}
+    bodies: list[Body] = []
+    segments = []
+    for segment, body in zip(segmented.segments, placed.bodies, strict=True):
+        number = numbers.setdefault(id(body), len(bodies))
+        if number == len(bodies):
+            bodies.append(localise(body, place))
+        segments.append(replace(segment, body=number))
+    shapes = {item.target: item.value.at(1) for item in segmented.captured.of_kind("parameter")}
+    shapes |= {p.target: p.module_shape for unit in (state.units if state else ()) for p in unit.parameters}
+    here = Here(placed.axis, place, *_between(segmented, placed, place), tuple(_pieces(placed, shapes, place)))
+    return replace(segmented, bodies=tuple(bodies), segments=tuple(segments), here=here)
+
+
+def _between(
+    segmented: Segmented, placed: PlacedStep, place: int
+) -> tuple[tuple[Value, ...], tuple[TensorPlacement, ...]]:
+    """What passes between segments, as it is at a place, and how it is placed."""
+    how, values = dict(placed.between), segmented.values()
+    names = dict.fromkeys(
+        name
+        for segment in segmented.segments
+        for name in (*segment.values, *segment.outputs, *segment.backward_inputs, *segment.backward_outputs)
+    )
+    placements = tuple(how.get(name, Replicate()) for name in names)
+    return tuple(
+        replace(values[name], shape=local_shape(values[name].shape, there, placed.degree, place))
+        for name, there in zip(names, placements, strict=True)
+    ), placements
+
+
+def _pieces(
+    placed: PlacedStep, shapes: Mapping[str, tuple[int, ...]], place: int
+) -> Iterator[tuple[str, Piece]]:
+    for target, how in placed.parameters:
+        if isinstance(how, Shard) and target in shapes:
+            yield target, _piece(placed, shapes[target], how, place)
+
+
+def _piece(placed: PlacedStep, shape: tuple[int, ...], how: Shard, place: int) -> Piece:
+    parts = lengths(shape[how.dim], how.outer, how.unit, placed.degree)
+    assert parts is not None and isinstance(how.outer, int)  # only legal splits pass the gate; no batch in a parameter
+    counts = [part for part in parts if isinstance(part, int)]
+    return Piece(placed.axis, shape, how.dim, how.outer, sum(counts[:place]), sum(counts[: place + 1]))
