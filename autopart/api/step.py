@@ -81,7 +81,9 @@ class Step:
                 continue
             if self.residence is None:
                 dim = None if out.everywhere else out.dim
-                found |= _joined(out.name, dim, [result.outputs for result in self.results])
+                mesh = self.program.plan.mesh
+                leading = [result.outputs for rank, result in enumerate(self.results) if mesh.leads(rank)]
+                found |= _joined(out.name, dim, leading)
             elif part is not None and out.everywhere and out.dim is not None:
                 each = found[out.name].shape[out.dim] // sum(self.shares)
                 first, count = each * sum(self.shares[:part]), each * self.shares[part]
@@ -126,7 +128,7 @@ def run_step(
 
     def body(transport: Transport) -> StepResult:
         rank, mesh = transport.rank, program.plan.mesh
-        states = residence.states() if residence else States.viewing(program.state, mesh, rank, whole)
+        states = residence.states() if residence else States.viewing(program.state_on(rank), mesh, rank, whole)
         return run(compiled.loaded[rank], transport, states, given)
 
     return Step(model, program, call, shares, ranks, residence, ranks.each(body, call.device))

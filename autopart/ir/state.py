@@ -41,17 +41,9 @@ class Piece:
         """The piece of a whole tensor; a view where there is one run."""
         if self.outer == 1:
             return whole.narrow(self.dim, self.start, self.stop - self.start)
-        return self._runs(whole).reshape(self.local)
-
-    def put(self, whole: torch.Tensor, mine: torch.Tensor) -> None:
-        """Write the piece into a whole, dense tensor."""
-        runs = self._runs(whole.view(self.shape))
-        runs.copy_(mine.reshape(runs.shape))
-
-    def _runs(self, whole: torch.Tensor) -> torch.Tensor:
         before, after = self.shape[: self.dim], self.shape[self.dim + 1 :]
         runs = whole.reshape(*before, self.outer, self.shape[self.dim] // self.outer, *after)
-        return runs.narrow(self.dim + 1, self.start, self.stop - self.start)
+        return runs.narrow(self.dim + 1, self.start, self.stop - self.start).reshape(self.local)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,9 +11,10 @@ from math import prod
 from typing import Any
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
-"""Those that the runtime performs, and counts."""
+"""Those of which every count has an entry; an all-to-all has one where there is any."""
 
 KNOWN = (*COLLECTIVES, "all_to_all")
+"""Those that the runtime performs, and counts."""
 
 
 Split = tuple[int, int, tuple[int, ...]]

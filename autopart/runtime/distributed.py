@@ -112,17 +112,21 @@ class ProcessTransport:
             work = dist.irecv(_bytes(tensor), peer, group=self._directions[peer < self.rank])
         return self._pending(work, what, lambda: tensor)
 
-    def all_reduce(self, tensor: torch.Tensor, group: tuple[int, ...]) -> None:
-        """Sum over the group, in place."""
-        self.begin_all_reduce(tensor, group).wait()
+    def all_reduce(self, tensor: torch.Tensor, group: tuple[int, ...], *, how: str = "sum") -> None:
+        """Sum over the group, in place, or take the largest."""
+        self._begin_all_reduce(tensor, group, how).wait()
 
     def begin_all_reduce(self, tensor: torch.Tensor, group: tuple[int, ...]) -> Pending[torch.Tensor]:
         """Begin to sum over the group, in place."""
+        return self._begin_all_reduce(tensor, group, "sum")
+
+    def _begin_all_reduce(self, tensor: torch.Tensor, group: tuple[int, ...], how: str) -> Pending[torch.Tensor]:
+        op = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[how]
         with self._collective("all_reduce", payload(tensor), group) as handle:
             if handle is None:
                 return Pending(lambda: tensor)
             whole = tensor.detach().contiguous()
-            work = dist.all_reduce(whole, group=handle, async_op=True)
+            work = dist.all_reduce(whole, op=op, group=handle, async_op=True)
 
         def placed() -> torch.Tensor:
             if whole.data_ptr() != tensor.data_ptr():
@@ -177,6 +181,17 @@ class ProcessTransport:
             return total
 
         return self._pending(work, f"reduce_scatter over {group}", summed)
+
+    def all_to_all(self, whole: torch.Tensor, group: tuple[int, ...]) -> torch.Tensor:
+        """What every rank of the group has for this one."""
+        check_pieces(whole, group)
+        whole = whole.detach().reshape(-1).contiguous()
+        with self._collective("all_to_all", payload(whole) * len(group), group) as handle:
+            if handle is None:
+                return whole.clone()
+            made = torch.empty_like(whole)
+            dist.all_to_all_single(_bytes(made), _bytes(whole), group=handle)
+        return made
 
     def broadcast(self, tensor: torch.Tensor, source: int, group: tuple[int, ...]) -> None:
         """Overwrite `tensor` with that of rank `source`."""

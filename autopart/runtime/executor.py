@@ -17,11 +17,16 @@ from autopart.codegen.parsed import load
 from autopart.draws import Draws
 from autopart.ir.plan import Plan
 from autopart.ir.program import Program
+from autopart.ir.traffic import COLLECTIVES
 from autopart.runtime.batch import Batch
 from autopart.runtime.report import RankReport
 from autopart.runtime.states import Gradients, States
 from autopart.runtime.transport import Transport
 from autopart.runtime.world import World
+
+
+COUNTED = ("send", *COLLECTIVES)
+"""The kinds of communication of which every report has an entry."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +143,8 @@ def _counted(world: World, sent: Counter[str], part: Callable[[], Any]) -> Any:
         transport.fail(error)
         raise
     for kind, count in transport.bytes_sent().items():
-        sent[kind] += count - before.get(kind, 0)
+        if kind in COUNTED or count > before.get(kind, 0):
+            sent[kind] += count - before.get(kind, 0)
     return result
 
 

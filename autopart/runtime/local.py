@@ -145,11 +145,12 @@ class LocalTransport:
         piece = self.reduce_scatter(whole, group)
         return Pending(lambda: piece)
 
-    def all_reduce(self, tensor: torch.Tensor, group: tuple[int, ...]) -> None:
-        """Sum over the group, in place, in group order."""
+    def all_reduce(self, tensor: torch.Tensor, group: tuple[int, ...], *, how: str = "sum") -> None:
+        """Sum over the group, in place, in group order, or take the largest."""
         self._count("all_reduce", payload(tensor), group)
+        call = "all_reduce" if how == "sum" else f"all_reduce ({how})"
         with torch.no_grad():
-            tensor.copy_(self._collective("all_reduce", tensor, group, _sum))
+            tensor.copy_(self._collective(call, tensor, group, _sum if how == "sum" else _largest))
 
     def all_gather(self, part: torch.Tensor, group: tuple[int, ...]) -> torch.Tensor:
         """The flat concatenation of every rank's flat `part`."""
@@ -162,6 +163,13 @@ class LocalTransport:
         self._count("reduce_scatter", payload(whole), group)
         total = self._collective("reduce_scatter", whole.detach().reshape(-1), group, _sum)
         return total.reshape(len(group), -1)[group.index(self.rank)].clone()
+
+    def all_to_all(self, whole: torch.Tensor, group: tuple[int, ...]) -> torch.Tensor:
+        """What every rank of the group has for this one."""
+        check_pieces(whole, group)
+        self._count("all_to_all", payload(whole) * len(group), group)
+        every = self._collective("all_to_all", whole.detach().reshape(-1), group, torch.stack)
+        return every.view(len(group), len(group), -1)[:, group.index(self.rank)].reshape(-1)
 
     def broadcast(self, tensor: torch.Tensor, source: int, group: tuple[int, ...]) -> None:
         """Overwrite `tensor` with that of rank `source`."""
@@ -335,6 +343,10 @@ def _sum(parts: list[torch.Tensor]) -> torch.Tensor:
     for part in parts[1:]:
         total += part
     return total
+
+
+def _largest(parts: list[torch.Tensor]) -> torch.Tensor:
+    return torch.stack(parts).amax(0)
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -95,8 +95,8 @@ class Transport(Protocol):
     def begin_recv(self, shape: Sequence[int], dtype: torch.dtype, peer: int) -> Pending[torch.Tensor]:
         """`recv`, begun: makes room for the message before it is needed."""
 
-    def all_reduce(self, tensor: torch.Tensor, group: tuple[int, ...]) -> None:
-        """Sum `tensor` over the group, in place on every rank."""
+    def all_reduce(self, tensor: torch.Tensor, group: tuple[int, ...], *, how: str = "sum") -> None:
+        """Sum `tensor` over the group, or with `how` "max" take the largest, in place on every rank."""
 
     def begin_all_reduce(self, tensor: torch.Tensor, group: tuple[int, ...]) -> Pending[torch.Tensor]:
         """`all_reduce`, begun; the result is `tensor`."""
@@ -116,6 +116,9 @@ class Transport(Protocol):
     def begin_reduce_scatter(self, whole: torch.Tensor, group: tuple[int, ...]) -> Pending[torch.Tensor]:
         """`reduce_scatter`, begun."""
 
+    def all_to_all(self, whole: torch.Tensor, group: tuple[int, ...]) -> torch.Tensor:
+        """What every rank of the group has for this one, in order: each cuts its flat `whole` into equal pieces so."""
+
     def broadcast(self, tensor: torch.Tensor, source: int, group: tuple[int, ...]) -> None:
         """Overwrite `tensor` with that of rank `source`, in place."""
 
@@ -132,7 +135,7 @@ class Transport(Protocol):
         """Tell the other ranks that this one failed, so that each ends within seconds."""
 
     def bytes_sent(self) -> dict[str, int]:
-        """Payload bytes sent so far by kind (send, all_reduce, all_gather, reduce_scatter, broadcast)."""
+        """Payload bytes sent so far by kind (send, and the collectives of `ir.traffic`)."""
 
 
 class Traffic:
@@ -147,7 +150,7 @@ class Traffic:
 
     def collective(self, kind: str, whole: int, ranks: int) -> None:
         """Count a collective over a whole buffer of `whole` bytes among `ranks` ranks."""
-        self._sent[kind] += sent_bytes(kind, whole, ranks)
+        self._sent[kind] = self._sent.get(kind, 0) + sent_bytes(kind, whole, ranks)
 
     def by_kind(self) -> dict[str, int]:
         """The bytes so far, an entry a kind."""

@@ -20,6 +20,7 @@ from autopart.runtime.flat import flat, unflat
 from autopart.runtime.measure import Log, Memory, Store
 from autopart.runtime.states import States
 from autopart.runtime.transport import Arriving, Pending, Transport
+from autopart.runtime.values import ValueCollectives
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +42,7 @@ class _Begun:
     finish: Callable[[], None]
 
 
-class World:
+class World(ValueCollectives):
     """One rank's world for one step of one program. See `autopart.codegen` for the text that calls it."""
 
     def __init__(
@@ -261,9 +262,6 @@ class World:
         return torch.cat(received, dim=dim) if dim is not None else received[0].clone()
 
     # Who takes part
-
-    def _group(self, axis: str) -> tuple[int, ...]:
-        return self.mesh.group(self.transport.rank, axis)
 
     def _stage_group(self, stages: Sequence[int]) -> tuple[int, ...]:
         return tuple(sorted({self._rank_of(stage) for stage in stages}))
