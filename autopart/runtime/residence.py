@@ -31,7 +31,7 @@ class Spread(Enum):
 class Residence:
     """Where a module's parameters are on this rank, whose program has `state`.
 
-    Other ranks' states may have other pieces of the same parameters. Making it is collective: all parameters and buffers
+    Other ranks' states may have other pieces of the same parameters. Making it is collective: parameters and buffers
     take rank 0's values, and each parameter's data become this rank's part. The Parameter objects stay, so an optimizer
     made before keeps working. One on meta becomes real here, part by part, and holds nothing yet
     (`runtime.materialise` fills it). Raises AutopartError where pieces do not make up their parameter.
