@@ -65,10 +65,10 @@ class Residence:
     def _groups(self) -> list[tuple[int, ...]]:
         """Every group that programs over this state use, in one order on every rank."""
         groups = [self.mesh.group(rank, axis) for axis, _ in self.mesh.axes for rank in self.everyone]
-        for unit in self.state.units:
+        for columns in dict.fromkeys(unit.columns for unit in self.state.units if len(unit.columns) > 1):
             for rank in self.everyone:
                 place = self.mesh.coordinate(rank)
-                groups.append(tuple(sorted({self.mesh.rank({**place, "pp": column}) for column in unit.columns})))
+                groups.append(tuple(sorted(self.mesh.rank({**place, "pp": column}) for column in columns)))
         return [group for group in dict.fromkeys(groups) if len(group) > 1]
 
     def _check_pieces(self) -> None:
