@@ -107,4 +107,4 @@ class Delivery:
         """The gradients of a share, reduced on the ranks of a step."""
         sent = step.on_each(lambda transport, world: release(world, transport), share.worlds)
         self.report = self.report.plus(sent) if self.report is not None else None
-        return gradients(step.model, share.program, step.residence, [world.states.gradients for world in share.worlds])
+        return gradients(step.model, share.program, step.residence, [world.states for world in share.worlds])

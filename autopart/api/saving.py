@@ -24,7 +24,7 @@ def save(
 ) -> None:
     """Write a checkpoint of a parallelised module, of its optimizer, and of `more` that the caller wants back.
 
-    Collective: every rank calls it, and writes the rows that it holds; nothing is gathered. `more` holds numbers, text,
+    Collective: every rank calls it and writes the parts that it holds; nothing is gathered. `more` holds numbers, text,
     tensors and containers of them, each rank's its own (a step count, a scheduler's ``state_dict()``, a generator's
     state). The folder, which all ranks share, keeps the checkpoint that it had until the new one is complete.
 
@@ -68,7 +68,7 @@ def load(
     """Read a checkpoint into a parallelised module and its optimizer; what was saved beside them (`more`) is returned.
 
     Collective. The plan and the number of ranks may be others than those that saved. Before the first call, parameters
-    on meta and, where ranks will hold parts, the optimizer's state are read at that call, when it is known which rows
+    on meta and, where ranks will hold parts, the optimizer's state are read at that call, when it is known which parts
     are this rank's. `more` is what this rank saved, or rank 0 if there were fewer ranks.
 
     Raises FileNotFoundError or ValueError, on every rank and before anything changes, where there is no checkpoint or
@@ -122,7 +122,7 @@ def _model_parts(holder: Holder, local: Mapping[str, Any], *, first: bool) -> It
     """What this rank saves of parameters and buffers."""
     for name in holder.named():
         if holder.counts(name):
-            yield MODEL + name, holder.rows(name)
+            yield MODEL + name, holder.slot(name)
     for name, value in local.items():
         if first and isinstance(value, torch.Tensor):
             yield MODEL + name, Slot.whole(name, value)
@@ -135,7 +135,7 @@ def _aliases(holder: Holder, name: str) -> list[str]:
 def _check(found: Checkpoint, model: Parallel, holder: Holder) -> None:
     """Refuse a checkpoint of another model."""
     local = {n: t for n, t in model.local_state_dict().items() if n not in holder.tied and isinstance(t, torch.Tensor)}
-    shapes = {name: holder.rows(name).shape for name in holder.named()}
+    shapes = {name: holder.slot(name).shape for name in holder.named()}
     shapes |= {name: tuple(tensor.shape) for name, tensor in local.items()}
     where = found.files.folder.parent
     if unexpected := sorted(set(found.files.names()) - set(local) - set(holder.tied)):
@@ -148,7 +148,7 @@ def _check(found: Checkpoint, model: Parallel, holder: Holder) -> None:
 
 
 def _fill(found: Checkpoint, model: Parallel, holder: Holder) -> None:
-    """Read what is real: parameters' rows, buffers, and what else the module keeps in its state dict."""
+    """Read what is real: parameters' parts, buffers, and what else the module keeps in its state dict."""
     buffers = [Slot.whole(name, t) for name, t in model.named_buffers(remove_duplicate=False)]
     for slot in (*holder.slots(), *buffers):
         key = found.files.find(_aliases(holder, slot.name))
@@ -188,10 +188,10 @@ def _optimizer_parts(
     holder: Holder, held: Mapping[str, Mapping[str, Any]], like: frozenset[str]
 ) -> Iterator[tuple[str, Slot]]:
     for name, state in held.items():
-        rows = holder.rows(name)
+        part = holder.slot(name)
         for key in like & set(state):
             if holder.counts(name):
-                yield f"optimizer/{key}/{name}", Slot(name, rows.shape, rows.start, rows.stop, state[key])
+                yield f"optimizer/{key}/{name}", Slot(name, part.elements, state[key])
 
 
 def _values(
@@ -245,7 +245,7 @@ def _load_state(optimizer: torch.optim.Optimizer, found: Checkpoint, holder: Hol
     for index, parameter in enumerate(optimizers.parameters_of(optimizer)):
         name = names[id(parameter)]
         if holder.here(name) and (name in stored or name in found.rest["values"]):
-            rows = holder.rows(name)
+            part = holder.slot(name)
             state[index] = dict(found.rest["values"].get(name, {}))
-            state[index] |= {key: found.files.tensor(path, rows) for key, path in stored.get(name, {}).items()}
+            state[index] |= {key: found.files.tensor(path, part) for key, path in stored.get(name, {}).items()}
     optimizer.load_state_dict({"state": state, "param_groups": optimizers.packed_groups(optimizer)})

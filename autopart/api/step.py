@@ -18,7 +18,7 @@ from autopart.runtime.autograd import Pairs
 from autopart.runtime.executor import Given, StepResult, run
 from autopart.runtime.report import Report
 from autopart.runtime.residence import Residence
-from autopart.runtime.states import Gradients, States, owners
+from autopart.runtime.states import States, whole_gradients
 from autopart.runtime.transport import Transport
 
 T = TypeVar("T")
@@ -97,7 +97,7 @@ class Step:
 
     def gradients(self) -> Pairs:
         """The gradients that the step made of parameters, which are reduced."""
-        return gradients(self.model, self.program, self.residence, [result.gradients for result in self.results])
+        return gradients(self.model, self.program, self.residence, [result.world.states for result in self.results])
 
     def write_buffers(self) -> None:
         """Give the module's buffers the values that the step left them with, which are alike on every rank."""
@@ -135,35 +135,24 @@ def run_step(
 
 
 def gradients(
-    model: torch.nn.Module, program: Program, residence: Residence | None, made: Sequence[Gradients]
+    model: torch.nn.Module, program: Program, residence: Residence | None, made: Sequence[States]
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """(parameter, gradient) in what this process holds of each: parts, or whole ones where it has all ranks.
 
-    `made` has the reduced gradients of each rank here.
+    `made` has the states of each rank here, with reduced gradients.
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
     graded = {out.target for out in program.captured.outputs if out.kind == "grad"}
     pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+    found = whole_gradients(made) if residence is None else {p.target: grad for _, p, grad in made[0].made()}
     for unit in program.staged.trained():
+        targets = [parameter.target for parameter in unit.parameters if parameter.target in graded]
         if residence is not None and residence.column not in unit.columns:
             # `.grad` is None where one device has None, and nowhere else: loops and optimizers look at that.
-            absent = [parameters[p.target] for p in unit.parameters if p.target in graded]
-            pairs += [(parameter, torch.zeros_like(parameter.data)) for parameter in absent]
+            pairs += [(parameters[target], torch.zeros_like(parameters[target].data)) for target in targets]
             continue
-        here = [0] if residence is not None else owners(unit, program.plan.mesh)
-        lists = [made[rank][unit.name] for rank in here if unit.name in made[rank]]
-        for parameter, parts in zip(unit.parameters, zip(*lists, strict=True), strict=False):
-            found = [part for part in parts if part is not None]
-            if found and parameter.target in graded:
-                pairs.append((parameters[parameter.target], _of_parts(found, parameter.shape)))
+        pairs += [(parameters[target], found[target]) for target in targets if target in found]
     return pairs
-
-
-def _of_parts(parts: Sequence[torch.Tensor], shape: tuple[int, ...]) -> torch.Tensor:
-    """What a tensor's parts make up; a single one is as it is."""
-    if len(parts) == 1:
-        return parts[0]
-    return torch.cat(list(parts)) if shape else next(part for part in parts if part.numel())
 
 
 def _joined(name: str, dim: int | None, outputs: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:

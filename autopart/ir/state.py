@@ -14,6 +14,7 @@ from math import prod
 
 import torch
 
+from autopart.ir.elements import Elements
 from autopart.ir.placement import Modes
 
 
@@ -35,15 +36,15 @@ class Piece:
     @property
     def local(self) -> tuple[int, ...]:
         """The shape of the piece."""
-        return (*self.shape[: self.dim], self.outer * (self.stop - self.start), *self.shape[self.dim + 1 :])
+        return self.among(Elements.all(self.shape)).local
+
+    def among(self, elements: Elements) -> Elements:
+        """The piece of what some elements make up."""
+        return elements.cut(self.dim, self.start, self.stop, outer=self.outer)
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
         """The piece of a whole tensor; a view where there is one run."""
-        if self.outer == 1:
-            return whole.narrow(self.dim, self.start, self.stop - self.start)
-        before, after = self.shape[: self.dim], self.shape[self.dim + 1 :]
-        runs = whole.reshape(*before, self.outer, self.shape[self.dim] // self.outer, *after)
-        return runs.narrow(self.dim + 1, self.start, self.stop - self.start).reshape(self.local)
+        return self.among(Elements.all(self.shape)).of(whole)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,11 +70,17 @@ class Parameter:
         """The shape of the parameter in the module."""
         return self.pieces[0].shape if self.pieces else self.shape
 
-    def piece_of(self, whole: torch.Tensor) -> torch.Tensor:
+    @property
+    def elements(self) -> Elements:
         """What the places of this program have of the module's parameter."""
+        found = Elements.all(self.module_shape)
         for piece in self.pieces:
-            whole = piece.of(whole)
-        return whole
+            found = piece.among(found)
+        return found
+
+    def piece_of(self, whole: torch.Tensor) -> torch.Tensor:
+        """Likewise, out of the module's parameter; a view where every dim has one run."""
+        return self.elements.of(whole)
 
     @property
     def numel(self) -> int:

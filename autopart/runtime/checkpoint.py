@@ -1,8 +1,10 @@
-"""Checkpoints: every rank writes its own rows under the whole tensors' names, so any plan can read them back.
+"""Checkpoints: every rank writes its own parts under the whole tensors' names, so any plan can read them back.
 
-A folder has ``checkpoint.json``, which names a subfolder and says which rows of which tensor are in which of its files:
-one safetensors file a rank, and ``rest.pt`` for what is no part of a tensor (options, step counters, the user's own).
-The JSON is replaced last and at once, so a save that is killed leaves the checkpoint before it as it was.
+A folder has ``checkpoint.json``, which names a subfolder and says which elements of which tensor are in which of its
+files: one safetensors file a rank, and ``rest.pt`` for what is no part of a tensor (options, step counters, the user's
+own). A part is written as ``[file, runs of dim 0, runs of dim 1, ...]`` with runs ``[start, stop]`` in ascending order
+(`ir.elements`); version 1 had ``[file, start, stop]``, rows of dim 0. The JSON is replaced last and at once, so a save
+that is killed leaves the checkpoint before it as it was.
 """
 
 from __future__ import annotations
@@ -14,18 +16,19 @@ import re
 import secrets
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from autopart.ir.elements import Elements, Runs
 from autopart.runtime.parts import Slot, agreed, gathered
 from autopart.runtime.transport import Transport
 from autopart.runtime.weights import Files, Stored, as_written
 
 INDEX, REST, MODEL = "checkpoint.json", "rest.pt", "model/"
-SCHEMA, VERSION = "autopart.checkpoint", 1
+SCHEMA, VERSION = "autopart.checkpoint", 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,12 +62,12 @@ def write(
     def commit() -> None:
         if rank != 0:
             return
-        for file in {file for stored in tensors.values() for file, _, _ in stored.pieces}:
+        for file in {file for stored in tensors.values() for file, _ in stored.pieces}:
             if not (data / file).is_file():
                 raise FileNotFoundError(f"{data / file} was written but is not here: all ranks must share {folder}")
         _synced(data / REST, _serialised(rest))
         index = {"schema": SCHEMA, "version": VERSION, **about, "data": token}
-        index["tensors"] = {name: asdict(stored) for name, stored in sorted(tensors.items())}
+        index["tensors"] = {name: _to_json(stored) for name, stored in sorted(tensors.items())}
         _synced(folder / f"{INDEX}.{token}", json.dumps(index, indent=1).encode())
         os.replace(folder / f"{INDEX}.{token}", folder / INDEX)
         _remove_others(folder, token)
@@ -79,12 +82,9 @@ def read(folder: Path) -> Checkpoint:
         index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise FileNotFoundError(f"{folder}: there is no checkpoint ({INDEX}) in this folder") from None
-    if not isinstance(index, dict) or index.get("schema") != SCHEMA or index.get("version") != VERSION:
+    if not isinstance(index, dict) or index.get("schema") != SCHEMA or index.get("version") not in (1, VERSION):
         raise ValueError(f"{folder / INDEX}: not a checkpoint that this autopart reads ({SCHEMA} version {VERSION})")
-    stored = {
-        name: Stored(tuple(item["shape"]), item["dtype"], tuple((f, a, b) for f, a, b in item["pieces"]))
-        for name, item in index.pop("tensors").items()
-    }
+    stored = {name: _of_json(item, index["version"]) for name, item in index.pop("tensors").items()}
     data = folder / index.pop("data")
     rest = torch.load(data / REST, map_location="cpu", weights_only=True)
     return Checkpoint(Files(data, stored, MODEL), rest, index)
@@ -103,18 +103,16 @@ def check_plain(what: str, values: Mapping[str, Any]) -> None:
 
 
 def _write_parts(path: Path, parts: Iterable[tuple[str, Slot]]) -> dict[str, Stored]:
-    """Write the rows of each slot to one file; where they are, by name."""
+    """Write what each slot has to one file; where it is, by name."""
     from safetensors.torch import save_file
 
     tensors: dict[str, torch.Tensor] = {}
     found: dict[str, Stored] = {}
     for name, slot in parts:
         dtype = str(slot.tensor.dtype).removeprefix("torch.")
-        pieces: Sequence[tuple[str, int, int]] = ()
-        if slot.stop > slot.start:
-            pieces = ((path.name, slot.start, slot.stop),)
+        if slot.elements.count:
             tensors[name] = as_written(_alone(slot.tensor))
-        found[name] = Stored(slot.shape, dtype, tuple(pieces))
+        found[name] = Stored(slot.shape, dtype, ((path.name, slot.elements),) if slot.elements.count else ())
     if tensors:
         save_file(tensors, path)
         with path.open("rb") as file:
@@ -129,14 +127,31 @@ def _alone(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _merged(every: Sequence[Mapping[str, Stored]]) -> dict[str, Stored]:
-    """What all ranks wrote, pieces in the order of their rows."""
+    """What all ranks wrote, pieces in the order of the ranks."""
     merged: dict[str, Stored] = {}
     for found in every:
         for name, stored in found.items():
             before = merged[name].pieces if name in merged else ()
-            pieces = sorted({*before, *stored.pieces}, key=lambda piece: piece[1])
-            merged[name] = Stored(stored.shape, stored.dtype, tuple(pieces))
+            merged[name] = Stored(stored.shape, stored.dtype, (*before, *stored.pieces))
     return merged
+
+
+def _to_json(stored: Stored) -> dict[str, Any]:
+    pieces = [[file, *elements.runs] for file, elements in stored.pieces]
+    return {"shape": stored.shape, "dtype": stored.dtype, "pieces": pieces}
+
+
+def _of_json(item: Mapping[str, Any], version: int) -> Stored:
+    shape = tuple(item["shape"])
+    pieces = [
+        (file, Elements.all(shape).cut(0, *where) if version == 1 else Elements(shape, _tuples(where)))
+        for file, *where in item["pieces"]
+    ]
+    return Stored(shape, item["dtype"], tuple(pieces))
+
+
+def _tuples(runs: list[list[list[int]]]) -> tuple[Runs, ...]:
+    return tuple(tuple((start, stop) for start, stop in dim) for dim in runs)
 
 
 def _serialised(value: Any) -> bytes:

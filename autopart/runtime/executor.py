@@ -20,7 +20,7 @@ from autopart.ir.program import Program
 from autopart.ir.traffic import COLLECTIVES
 from autopart.runtime.batch import Batch
 from autopart.runtime.report import RankReport
-from autopart.runtime.states import Gradients, States
+from autopart.runtime.states import States
 from autopart.runtime.transport import Transport
 from autopart.runtime.world import World
 
@@ -45,15 +45,14 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What one step of one rank gave: outputs by value name, gradients by unit, what was measured, the world it left.
+    """What one step of one rank gave: outputs by value name, what was measured, and the world it left.
 
-    The world has the updated buffers, and reductions that wait, if the step held them. `rest` is there where the step
-    waits: given a transport and the gradients of the outputs, whole and by name, it runs the backwards, once, and
-    returns the result of the whole step.
+    The world has the gradients, the updated buffers, and reductions that wait, if the step held them. `rest` is there
+    where the step waits: given a transport and the gradients of the outputs, whole and by name, it runs the backwards,
+    once, and returns the result of the whole step.
     """
 
     outputs: Mapping[str, torch.Tensor]
-    gradients: Gradients
     report: RankReport
     world: World
     rest: Rest | None = None
@@ -84,8 +83,7 @@ def run(loaded: Loaded, transport: Transport, states: States, given: Given) -> S
     sent: Counter[str] = Counter()
 
     def result(outputs: Any, rest: Rest | None = None) -> StepResult:
-        made = {} if rest is not None else states.gradients
-        return StepResult(outputs, made, _report(loaded.program.plan, loaded.rank, sent, world), world, rest)
+        return StepResult(outputs, _report(loaded.program.plan, loaded.rank, sent, world), world, rest)
 
     outputs = _counted(world, sent, lambda: loaded.namespace["step"](world, world.batch))
     if not inspect.isgenerator(outputs):

@@ -70,7 +70,7 @@ def _check_whole(optimizer: torch.optim.Optimizer, looks_at: str, parameters: Se
     held = [(p, found) for p, found in zip(parameters, holders.holders_of(parameters), strict=True) if found]
     spread = [(parameter, name, residence.spread(name)) for parameter, (residence, name) in held]
     for _, name, how in spread:
-        if how is Spread.PARTS or (how is Spread.SOMEWHERE and looks_at == "model"):
+        if how in (Spread.PARTS, Spread.PIECES) or (how is Spread.SOMEWHERE and looks_at == "model"):
             raise ValueError(_refusal(optimizer, looks_at, name, how))
     for parameter, _, how in spread:
         if how is Spread.SOMEWHERE and parameter.numel() == 0:
@@ -82,6 +82,8 @@ def _refusal(optimizer: torch.optim.Optimizer, looks_at: str, name: str, how: Sp
     known = kind == "LBFGS" or looks_at == "tensor" or hasattr(optimizer, "autopart_scope")
     whole = "needs whole tensors" if looks_at == "tensor" else "needs every tensor whole on every rank"
     way = "placement='ddp' on a dp axis alone" if looks_at == "model" else "placement='ddp'"
+    if looks_at == "tensor" and how is Spread.PIECES:
+        way += " on a mesh of pp and dp alone"
     needs = whole if known else f"may look at more than single elements, and so {whole}"
     return (
         f"optimizer: {kind} {needs}, but {how.value} {name}; use {way}, or an elementwise optimizer such as AdamW "

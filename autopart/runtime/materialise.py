@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import torch
 
@@ -71,7 +70,7 @@ class Materials:
                 if found is not None and self._files is not None:
                     self._files.fill(slot, found)
                 else:
-                    sinks.append((slot.name, partial(_put, slot)))
+                    sinks.append((slot.name, slot.fill))
             if self._construction is not None and self._missing():
                 self._construction.replay(sinks, state)
 
@@ -90,10 +89,6 @@ def make_whole(model: torch.nn.Module, device: torch.device) -> None:
     for parameter in model.parameters():
         if parameter.is_meta:
             become(parameter, torch.empty_like(parameter, device=device))
-
-
-def _put(slot: Slot, whole: torch.Tensor) -> None:
-    slot.tensor.copy_(slot.of(whole))
 
 
 def _named(model: torch.nn.Module) -> tuple[dict[str, tuple[str, ...]], dict[str, torch.Tensor]]:

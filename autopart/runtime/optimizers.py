@@ -1,6 +1,6 @@
 """An optimizer whose parameters are parts: its state is parts too here, and whole in its ``state_dict()``.
 
-Two things keep the user's ordinary lines right. Before a step, state that was loaded whole is cut to this rank's rows.
+Two things keep the user's ordinary lines right. Before a step, state that was loaded whole is cut to this rank's part.
 From the first step on, ``optimizer.state_dict()`` is collective and gives what one device would: whole tensors, on the
 CPU. A state tensor is cut like its parameter if it has its shape; others (step counters) are the same on every rank.
 """
@@ -37,7 +37,7 @@ def like_parameters(held: State, holder: Holder) -> frozenset[str]:
     """The keys whose tensors have, for every parameter, the shape of the part here or that of the whole."""
     unlike = set()
     for name, state in held.items():
-        part = holder.rows(name)
+        part = holder.slot(name)
         for key, value in state.items():
             shape = tuple(value.shape) if isinstance(value, torch.Tensor) else None
             if shape not in (tuple(part.tensor.shape), part.shape):
@@ -84,17 +84,17 @@ def _homes(optimizer: Optimizer) -> Iterator[tuple[Residence, dict[str, tuple[in
 
 
 def _cut(optimizer: Optimizer, residence: Residence, named: Mapping[str, tuple[int, torch.Tensor]]) -> None:
-    """Cut what is whole to this rank's rows; forget the state of parameters that are not here."""
+    """Cut what is whole to this rank's parts; forget the state of parameters that are not here."""
     held = {name: optimizer.state[p] for name, (_, p) in named.items() if optimizer.state.get(p)}
     like = like_parameters(held, residence)
     for name, state in held.items():
-        part = residence.rows(name)
+        part = residence.slot(name)
         if not residence.here(name):
             del optimizer.state[named[name][1]]
             continue
         for key in like & set(state):
             if tuple(state[key].shape) != tuple(part.tensor.shape):
-                state[key] = part.of(state[key]).clone()
+                state[key] = part.elements.of(state[key]).clone()
 
 
 def _whole(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Which rows of every parameter lie on this rank, and where: the common ground of all that fills or saves them."""
+"""Which elements of every parameter lie on this rank, and where: the common ground of all that fills or saves them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from autopart.capture.trace import Names
+from autopart.ir.elements import Elements
 from autopart.runtime.transport import Transport
 
 T = TypeVar("T")
@@ -16,32 +17,31 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Rows ``[start, stop)`` of dim 0 of the tensor `name`, whose whole shape is `shape`, and the memory that has them.
-
-    A 0-d tensor is one row, wholly here or not at all.
-    """
+    """Some elements of the tensor `name`, and the memory that has them, which they fill."""
 
     name: str
-    shape: tuple[int, ...]
-    start: int
-    stop: int
+    elements: Elements
     tensor: torch.Tensor
 
     @classmethod
     def whole(cls, name: str, tensor: torch.Tensor) -> Slot:
         """All of a tensor."""
-        return cls(name, tuple(tensor.shape), 0, tensor.shape[0] if tensor.dim() else 1, tensor)
+        return cls(name, Elements.all(tuple(tensor.shape)), tensor)
 
     @property
-    def is_whole(self) -> bool:
-        """Whether the whole tensor is here."""
-        return tuple(self.tensor.shape) == self.shape
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the whole tensor."""
+        return self.elements.shape
 
-    def of(self, whole: torch.Tensor) -> torch.Tensor:
-        """These rows of a whole tensor, as a view."""
-        if not self.shape:
-            return whole if self.stop > self.start else whole.reshape(1)[:0]
-        return whole[self.start : self.stop]
+    def fill(self, whole: torch.Tensor) -> None:
+        """Write the elements of a whole tensor here."""
+        for mine, theirs in self.elements.shared(Elements.all(self.shape)):
+            self.tensor[mine].copy_(whole[theirs])
+
+    def put(self, whole: torch.Tensor) -> None:
+        """Write what is here into a whole tensor."""
+        for mine, theirs in self.elements.shared(Elements.all(self.shape)):
+            whole[theirs].copy_(self.tensor[mine])
 
 
 class Holder(Protocol):
@@ -52,17 +52,17 @@ class Holder(Protocol):
     def named(self) -> dict[str, torch.nn.Parameter]:
         """The user's Parameters."""
 
-    def rows(self, name: str) -> Slot:
-        """The rows that the user's Parameter has here."""
+    def slot(self, name: str) -> Slot:
+        """What the user's Parameter has here."""
 
     def slots(self) -> list[Slot]:
         """Where values of parameters belong on this rank: whole ones where it keeps them, parts elsewhere."""
 
     def here(self, name: str) -> bool:
-        """Whether this rank uses a parameter, though it may hold no rows of it."""
+        """Whether this rank uses a parameter, though it may hold no element of it."""
 
     def counts(self, name: str) -> bool:
-        """Whether this rank is the one whose rows stand for themselves in the world: in a checkpoint, in a norm."""
+        """Whether this rank is the one whose elements stand for themselves in the world: in a checkpoint, in a norm."""
 
 
 class Whole:
@@ -77,13 +77,13 @@ class Whole:
         """The module's own."""
         return self._named
 
-    def rows(self, name: str) -> Slot:
-        """All rows."""
+    def slot(self, name: str) -> Slot:
+        """All of it."""
         return Slot.whole(name, self._named[name].data)
 
     def slots(self) -> list[Slot]:
         """Every parameter, once."""
-        return [self.rows(name) for name in self._named]
+        return [self.slot(name) for name in self._named]
 
     def here(self, name: str) -> bool:
         """Every parameter is."""

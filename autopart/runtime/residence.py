@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from enum import Enum
+from math import prod
 from typing import Any
 
 import torch
 
+from autopart.errors import AutopartError
+from autopart.ir.elements import Elements
 from autopart.ir.mesh import Mesh
 from autopart.ir.state import Parameter, State, Unit
 from autopart.runtime.parts import Slot
-from autopart.runtime.states import States, cut, owners
+from autopart.runtime.states import States, counts, cut, elements
 from autopart.runtime.transport import Transport
 
 
@@ -21,15 +24,17 @@ class Spread(Enum):
 
     WHOLE = "every rank has"
     PARTS = "each rank has a part of"
+    PIECES = "each place of a mesh axis has a piece of"
     SOMEWHERE = "not every rank has"
 
 
 class Residence:
-    """Where a module's parameters are on this rank.
+    """Where a module's parameters are on this rank, whose program has `state`.
 
-    Making it is collective: every parameter and buffer takes rank 0's values, then each parameter's data become this
-    rank's part. The Parameter objects stay, so an optimizer made before keeps working. One on meta becomes real here,
-    part by part, and holds nothing yet (`runtime.materialise` fills it).
+    Other ranks' states may have other pieces of the same parameters. Making it is collective: parameters and buffers
+    take rank 0's values, and each parameter's data become this rank's part. The Parameter objects stay, so an optimizer
+    made before keeps working. One on meta becomes real here, part by part, and holds nothing yet
+    (`runtime.materialise` fills it). Raises AutopartError where pieces do not make up their parameter.
     """
 
     def __init__(
@@ -45,6 +50,7 @@ class Residence:
         self.everyone = tuple(range(transport.size))
         self._homes = {p.target: (unit, p) for unit in state.units for p in unit.parameters}
         transport.prepare(self._groups())
+        self._check_pieces()
         for buffer in model.buffers():
             if not buffer.is_meta:
                 buffer.data = self._from_first(buffer.data)
@@ -53,17 +59,28 @@ class Residence:
                 mine.data = self._from_first(mine.data)
             elif name not in self._homes:
                 become(mine, torch.empty_like(mine, device=transport.device))
-        for unit in state.units:
-            for parameter in unit.parameters:
-                self._place(unit, parameter)
+            if name in self._homes:
+                self._place(*self._homes[name])
 
     def _groups(self) -> list[tuple[int, ...]]:
         """Every group that programs over this state use, in one order on every rank."""
         groups = [self.mesh.group(rank, axis) for axis, _ in self.mesh.axes for rank in self.everyone]
-        for unit in self.state.units:
-            for part in range(self.degree):
-                groups.append(tuple(sorted({self.mesh.rank({"pp": column, "dp": part}) for column in unit.columns})))
+        for columns in dict.fromkeys(unit.columns for unit in self.state.units if len(unit.columns) > 1):
+            for rank in self.everyone:
+                place = self.mesh.coordinate(rank)
+                groups.append(tuple(sorted(self.mesh.rank({**place, "pp": column}) for column in columns)))
         return [group for group in dict.fromkeys(groups) if len(group) > 1]
+
+    def _check_pieces(self) -> None:
+        """Raise AutopartError unless the ranks that count have as many elements as each parameter. Collective."""
+        if not {axis for axis, size in self.mesh.axes if size > 1} - {"pp", "dp"}:
+            return
+        mine = {name: self._elements(name).count for name in self._homes if self.counts(name)}
+        every = self.transport.all_gather_object(mine, self.everyone)
+        for name, (_, parameter) in self._homes.items():
+            there, wanted = sum(found.get(name, 0) for found in every), prod(parameter.module_shape)
+            if there != wanted:
+                raise AutopartError(f"parameter {name}: its pieces have {there} elements in all, but it has {wanted}")
 
     def _from_first(self, tensor: torch.Tensor) -> torch.Tensor:
         tensor = tensor.to(self.transport.device)
@@ -84,18 +101,19 @@ class Residence:
 
     def _held(self, unit: Unit, parameter: Parameter, mine: torch.Tensor) -> torch.Tensor:
         """What this rank has of a parameter: values of `mine`, or memory for them where that is on meta."""
-
-        def empty(shape: tuple[int, ...]) -> torch.Tensor:
-            return torch.empty(shape, dtype=mine.dtype, device=self.transport.device)
-
-        if self.column not in unit.columns:
-            return empty((0, *parameter.shape[1:]))
-        if unit.gathered(self.degree):
-            if mine.is_meta:
-                return empty(parameter.part_shape(self.part, self.degree))
-            return cut(unit, parameter, mine.data, self.part, self.degree).clone()
-        whole = self.whole[parameter.target] = empty(parameter.shape) if mine.is_meta else mine.data
+        if self.column not in unit.columns or unit.gathered(self.degree):
+            return self._made(self._elements(parameter.target), mine)
+        whole = self.whole[parameter.target] = self._made(parameter.elements, mine)
         return cut(unit, parameter, whole, self.part, self.degree)
+
+    def _made(self, here: Elements, mine: torch.Tensor) -> torch.Tensor:
+        """Some elements of the tensor `mine`, which keep no memory of others."""
+        if here.everything and not mine.is_meta:
+            return mine.data
+        made = torch.empty(here.local, dtype=mine.dtype, device=self.transport.device)
+        if not mine.is_meta:
+            Slot("", here, made).fill(mine.data)
+        return made
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Residence:
         """That of a copy of the module, whose parameters `memo` knows."""
@@ -138,41 +156,39 @@ class Residence:
         """The user's Parameters by their first names."""
         return {name: self.parameters[name] for name in dict.fromkeys(self.tied.values())}
 
-    def rows(self, name: str) -> Slot:
-        """The rows that the user's Parameter has here."""
-        found = self._homes.get(name)
+    def slot(self, name: str) -> Slot:
+        """What the user's Parameter has here."""
         data = self.parameters[name].data
-        if found is None:
+        if name not in self._homes:
             return Slot.whole(name, data)
-        unit, parameter = found
-        if self.column not in unit.columns:
-            return Slot(name, parameter.shape, 0, 0, data)
-        parts = self.degree if unit.held_in_parts(self.degree) else 1
-        return Slot(name, parameter.shape, *parameter.rows(self.part if parts > 1 else 0, parts), data)
+        return Slot(name, self._elements(name), data)
+
+    def _elements(self, name: str) -> Elements:
+        """What the user's Parameter has here, of one that some segment uses."""
+        return elements(*self._homes[name], self.mesh, self.transport.rank)
 
     def slots(self) -> list[Slot]:
-        """Where values of parameters belong on this rank: whole ones where it keeps them, parts elsewhere."""
-        parts = [self.rows(name) for name in self.named()]
-        return [
-            Slot.whole(p.name, self.whole[p.name]) if p.name in self.whole else p
-            for p in parts
-            if p.stop > p.start or p.name in self.whole
-        ]
+        """Where values of parameters belong on this rank: what it keeps beside the user's Parameters, else those."""
+        kept = {name: Slot(name, self._homes[name][1].elements, whole) for name, whole in self.whole.items()}
+        every = [kept.get(name) or self.slot(name) for name in self.named()]
+        return [slot for slot in every if slot.elements.count]
 
     def here(self, name: str) -> bool:
-        """Whether a stage of this rank uses a parameter (its part may have no rows)."""
+        """Whether a stage of this rank uses a parameter (its part may have no elements)."""
         return name not in self._homes or self.column in self._homes[name][0].columns
 
     def counts(self, name: str) -> bool:
-        """Whether this rank is the one whose rows stand for themselves: a part, or a whole on its first owner."""
+        """Whether this rank is the one whose elements stand for themselves: the first of those that have them."""
         found = self._homes.get(name)
-        return self.transport.rank in ([0] if found is None else owners(found[0], self.mesh))
+        return self.transport.rank == 0 if found is None else counts(*found, self.mesh, self.transport.rank)
 
     def spread(self, name: str) -> Spread:
         """How a parameter lies on the ranks of the world."""
         if name not in self._homes:
             return Spread.WHOLE
-        unit = self._homes[name][0]
+        unit, parameter = self._homes[name]
+        if parameter.pieces:
+            return Spread.PIECES
         if unit.held_in_parts(self.degree):
             return Spread.PARTS
         return Spread.WHOLE if set(range(self.mesh.degree("pp"))) <= set(unit.columns) else Spread.SOMEWHERE
@@ -190,52 +206,43 @@ class Residence:
 
         A parameter of which no rank that owns it holds anything is left out. Dtypes are those of what is held.
         """
-        mine = {name: tensor.dtype for name, tensor in held.items() if tensor is not None}
+        mine = {
+            name: (tensor.dtype, self._elements(name))
+            for name in self._homes
+            if (tensor := held.get(name)) is not None and self.counts(name)
+        }
         known = self.transport.all_gather_object(mine, self.everyone)
         result: dict[str, torch.Tensor] = {}
-        for target in self.named():
-            if target not in self._homes:
-                tensor = held.get(target)
-                if tensor is not None:
-                    result[target] = tensor.detach().cpu().clone()
-                continue
-            unit, parameter = self._homes[target]
-            ranks = owners(unit, self.mesh)
-            if target not in known[ranks[0]]:
-                continue
-            dtype = known[ranks[0]][target]
-            pieces = [
-                self._piece(unit, parameter, held.get(target), dtype, part, owner) for part, owner in enumerate(ranks)
-            ]
-            result[target] = torch.cat(pieces).view(parameter.shape).cpu()
+        for name in self.named():
+            tensor = held.get(name)
+            if name in self._homes:
+                parts = [(rank, *found[name]) for rank, found in enumerate(known) if name in found]
+                if parts:
+                    result[name] = self._joined(tensor, parts).cpu()
+            elif tensor is not None:
+                result[name] = tensor.detach().cpu().clone()
         return result
 
-    def _piece(
-        self,
-        unit: Unit,
-        parameter: Parameter,
-        mine: torch.Tensor | None,
-        dtype: torch.dtype,
-        part: int,
-        owner: int,
-    ) -> torch.Tensor:
-        """One owner's part of a parameter, flat, on every rank."""
-        if owner == self.transport.rank:
-            assert mine is not None
-            flat = mine.detach().contiguous().reshape(-1).clone()
-        else:
-            parts = self.degree if unit.held_in_parts(self.degree) else 1
-            size = torch.Size(parameter.part_shape(part, parts)).numel()
-            flat = torch.empty(size, dtype=dtype, device=self.transport.device)
-        if flat.numel():
-            self.transport.broadcast(flat, owner, self.everyone)
-        return flat
+    def _joined(self, mine: torch.Tensor | None, parts: Sequence[tuple[int, torch.dtype, Elements]]) -> torch.Tensor:
+        """A whole tensor out of parts, each with the rank that has it; `mine` is this rank's, if it has one."""
+        _, dtype, some = parts[0]
+        whole = torch.empty(some.shape, dtype=dtype, device=self.transport.device)
+        for rank, _, here in parts:
+            if rank == self.transport.rank:
+                assert mine is not None
+                part = mine.detach().contiguous().clone()
+            else:
+                part = torch.empty(here.local, dtype=dtype, device=self.transport.device)
+            if part.numel():
+                self.transport.broadcast(part, rank, self.everyone)
+                Slot("", here, part).put(whole)
+        return whole
 
     def load(self, whole: Mapping[str, torch.Tensor]) -> None:
         """Write whole tensors, by parameter name, into what this rank holds of them."""
         for slot in self.slots():
             if slot.name in whole:
-                slot.tensor.copy_(slot.of(whole[slot.name]))
+                slot.fill(whole[slot.name])
 
     def whole_copy(self, model: torch.nn.Module) -> torch.nn.Module:
         """The module with parameters of whole shapes on meta, for tracing and for trying things out: no memory."""
@@ -243,7 +250,7 @@ class Residence:
         for name, mine in self.parameters.items():
             found = self._homes.get(self.tied.get(name, name))
             if found is not None and id(mine) not in memo:
-                empty = torch.empty(found[1].shape, dtype=mine.dtype, device="meta")
+                empty = torch.empty(found[1].module_shape, dtype=mine.dtype, device="meta")
                 memo[id(mine)] = torch.nn.Parameter(empty, requires_grad=mine.requires_grad)
         session = model.__dict__.pop("_autopart")
         try:

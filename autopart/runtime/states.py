@@ -7,16 +7,15 @@ user's ``.grad`` by `runtime.autograd`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
+from autopart.ir.elements import Elements
 from autopart.ir.mesh import Mesh
 from autopart.ir.state import Parameter, State, Unit
 from autopart.runtime.flat import flat, unflat
-
-Gradients = Mapping[str, Sequence[torch.Tensor | None]]
-"""Gradients by unit, in the order of the unit's parameters; None where there is none."""
+from autopart.runtime.parts import Slot
 
 
 class States:
@@ -26,6 +25,7 @@ class States:
         self, state: State, mesh: Mesh, rank: int, parts: Mapping[str, torch.Tensor], whole: Mapping[str, torch.Tensor]
     ) -> None:
         """From this rank's `parts` by parameter name, and the `whole` parameters that it keeps beside them."""
+        self.mesh, self.rank = mesh, rank
         self.degree = mesh.degree("dp")
         self.part = mesh.coordinate(rank).get("dp", 0)
         self.units = {unit.name: unit for unit in held(state, mesh, rank)}
@@ -40,14 +40,16 @@ class States:
 
     @classmethod
     def viewing(cls, state: State, mesh: Mesh, rank: int, whole: Mapping[str, torch.Tensor]) -> States:
-        """Parts that are views of whole tensors, for ranks that share one process's model."""
-        part = mesh.coordinate(rank).get("dp", 0)
+        """Parts that are views of whole tensors, for ranks that share one process's model.
+
+        A piece of several runs is a copy: the optimizer of such a process updates the whole.
+        """
+        part, units = mesh.coordinate(rank).get("dp", 0), held(state, mesh, rank)
+        here = {p.target: p.piece_of(whole[p.target]) for unit in units for p in unit.parameters}
         parts = {
-            p.target: cut(unit, p, whole[p.target], part, mesh.degree("dp"))
-            for unit in held(state, mesh, rank)
-            for p in unit.parameters
+            p.target: cut(unit, p, here[p.target], part, mesh.degree("dp")) for unit in units for p in unit.parameters
         }
-        return cls(state, mesh, rank, parts, whole)
+        return cls(state, mesh, rank, parts, here)
 
     def packed(self, unit: Unit) -> torch.Tensor:
         """This rank's parts of a unit, flat and padded."""
@@ -118,6 +120,13 @@ class States:
             self.gradients[unit] = [None if g is None else g * factor.to(g) for g in grads]
             self._sums[unit] = {position for position, grad in enumerate(grads) if grad is not None}
 
+    def made(self) -> Iterator[tuple[Unit, Parameter, torch.Tensor]]:
+        """The accumulated gradients, each with its parameter and unit."""
+        for unit in self.units.values():
+            for parameter, grad in zip(unit.parameters, self.gradients.get(unit.name, ()), strict=False):
+                if grad is not None:
+                    yield unit, parameter, grad
+
     def drop(self, target: str) -> None:
         """Forget the accumulated gradient of one parameter."""
         for unit in self.units.values():
@@ -143,11 +152,44 @@ def held(state: State, mesh: Mesh, rank: int) -> tuple[Unit, ...]:
     return state.on(mesh.coordinate(rank).get("pp", 0))
 
 
-def owners(unit: Unit, mesh: Mesh) -> list[int]:
-    """The ranks whose parts make up a unit, in order: those of its first pp rank, one if the unit is not cut."""
-    degree = mesh.degree("dp")
-    parts = degree if unit.held_in_parts(degree) else 1
-    return [mesh.rank({"pp": unit.columns[0], "dp": part}) for part in range(parts)]
+def elements(unit: Unit, parameter: Parameter, mesh: Mesh, rank: int) -> Elements:
+    """What the user's Parameter has on a rank, of which `parameter` is the one in `unit`."""
+    here, parts = mesh.coordinate(rank), mesh.degree("dp")
+    if here.get("pp", 0) not in unit.columns:
+        return parameter.elements.cut(0, 0, 0)
+    if not unit.held_in_parts(parts):
+        return parameter.elements
+    return parameter.elements.cut(0, *parameter.rows(here.get("dp", 0), parts))
+
+
+def counts(unit: Unit, parameter: Parameter, mesh: Mesh, rank: int) -> bool:
+    """Whether what a rank has stands for itself in the world: each element does on the first rank that has it."""
+    apart = {piece.axis for piece in parameter.pieces}
+    if unit.held_in_parts(mesh.degree("dp")):
+        apart.add("dp")
+    home = {"pp": unit.columns[0]}
+    return all(place == home.get(axis, 0) for axis, place in mesh.coordinate(rank).items() if axis not in apart)
+
+
+def whole_gradients(every: Sequence[States]) -> dict[str, torch.Tensor]:
+    """Whole gradients by parameter, out of the reduced ones of all ranks; a single part is as it is."""
+    parts: dict[str, list[Slot]] = {}
+    for states in every:
+        for unit, parameter, grad in states.made():
+            if counts(unit, parameter, states.mesh, states.rank):
+                here = elements(unit, parameter, states.mesh, states.rank)
+                parts.setdefault(parameter.target, []).append(Slot(parameter.target, here, grad))
+    return {name: _joined(slots) for name, slots in parts.items()}
+
+
+def _joined(slots: Sequence[Slot]) -> torch.Tensor:
+    first = slots[0].tensor
+    if len(slots) == 1:
+        return first
+    whole = torch.empty(slots[0].shape, dtype=first.dtype, device=first.device)
+    for slot in slots:
+        slot.put(whole)
+    return whole
 
 
 def cut(unit: Unit, parameter: Parameter, tensor: torch.Tensor, part: int, parts: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Tensors in safetensors files, read by rows: of a file, only what a rank holds is ever looked at."""
+"""Tensors in safetensors files, read in parts: of a file, only what a rank holds is ever looked at."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from autopart.ir.elements import Elements
 from autopart.runtime.parts import Slot
 
 INDEX = "model.safetensors.index.json"
@@ -20,14 +21,14 @@ _PAIRS = (torch.complex128, torch.complex32)
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A tensor in files: its whole shape, its dtype (torch's name for it), and which rows of dim 0 are in which file.
+    """A tensor in files: its whole shape, its dtype (torch's name for it), and which elements are in which file.
 
-    `pieces` are ``(file, start, stop)``. The file has exactly those rows under the tensor's name.
+    `pieces` are ``(file, elements)``. The file has exactly those elements under the tensor's name.
     """
 
     shape: tuple[int, ...]
     dtype: str
-    pieces: tuple[tuple[str, int, int], ...]
+    pieces: tuple[tuple[str, Elements], ...]
 
 
 def as_written(tensor: torch.Tensor) -> torch.Tensor:
@@ -77,7 +78,7 @@ class Files:
             handle = files._handle(name)
             for key in handle.keys():  # noqa: SIM118  a handle is not a mapping
                 shape = tuple(handle.get_slice(key).get_shape())
-                stored[key] = Stored(shape, "", ((name, 0, shape[0] if shape else 1),))
+                stored[key] = Stored(shape, "", ((name, Elements.all(shape)),))
         files.stored = stored
         return files
 
@@ -96,29 +97,26 @@ class Files:
             raise ValueError(f"{self.folder}: {name} has shape {found}, the module's has {list(shape)}")
 
     def fill(self, slot: Slot, name: str) -> None:
-        """Read the rows of `slot` from the tensor `name`. Raises ValueError if shapes differ or rows are missing."""
+        """Read the elements of `slot` from the tensor `name`. Raises ValueError if shapes differ or one is missing."""
         self.check_shape(name, slot.shape)
         found = self.stored[name]
         read = 0
-        for file, start, stop in found.pieces:
-            first, last = max(start, slot.start), min(stop, slot.stop)
-            if first >= last:
-                continue
-            read += last - first
-            handle = self._handle(file)
-            if not found.shape:
-                slot.tensor.copy_(_as_read(handle.get_tensor(name), found.dtype))
-            else:
-                rows = handle.get_slice(name)[first - start : last - start]
-                slot.tensor[first - slot.start : last - slot.start].copy_(_as_read(rows, found.dtype))
-        if read != slot.stop - slot.start:
-            raise ValueError(f"{self.folder}: only {read} of the rows {slot.start} to {slot.stop} of {name} are there")
+        for file, elements in found.pieces:
+            for theirs, mine in elements.shared(slot.elements):
+                handle = self._handle(file)
+                # a tensor without dims has no slices
+                values = handle.get_slice(name)[theirs] if theirs else handle.get_tensor(name)
+                target = slot.tensor[mine]
+                target.copy_(_as_read(values, found.dtype))
+                read += target.numel()
+        if read != slot.elements.count:
+            wanted = slot.elements.count
+            raise ValueError(f"{self.folder}: only {read} of the {wanted} elements of {name} for this rank are there")
 
     def tensor(self, name: str, slot: Slot) -> torch.Tensor:
-        """A new CPU tensor of the rows of `slot`, of the tensor `name`."""
-        dtype = getattr(torch, self.stored[name].dtype)
-        made = torch.empty(slot.tensor.shape, dtype=dtype)
-        self.fill(Slot(slot.name, slot.shape, slot.start, slot.stop, made), name)
+        """A new CPU tensor of the elements of `slot`, of the tensor `name`."""
+        made = torch.empty(slot.tensor.shape, dtype=getattr(torch, self.stored[name].dtype))
+        self.fill(Slot(slot.name, slot.elements, made), name)
         return made
 
     def _handle(self, file: str) -> Any:
