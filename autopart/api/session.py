@@ -167,7 +167,9 @@ class Session:
         """Cut the user's parameters to this rank's parts, from rank 0's initial values; those of copies likewise."""
         assert self.transport is not None
         copies = self.copies.take(self.transport)
-        self.residence = Residence(model, self.transport, program.plan.mesh, program.state, dict(program.captured.tied))
+        self.residence = Residence(
+            model, self.transport, program.plan.mesh, program.state_on(self.transport.rank), dict(program.captured.tied)
+        )
         guards.watch(self.residence)
         for twin in copies:
             session: Session = twin._autopart  # type: ignore[assignment]
