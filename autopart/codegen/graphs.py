@@ -10,6 +10,7 @@ import torch
 
 from autopart.codegen.bodies import SUFFIX
 from autopart.codegen.parsed import body_names, load
+from autopart.collectives import SCHEMAS
 from autopart.ir.action import Kind
 from autopart.ir.program import Program, StageGraphs
 
@@ -37,6 +38,26 @@ def accumulate(world: Any, unit: str, grads: Any) -> None:
 def update_buffer(world: Any, name: str, value: torch.Tensor) -> None:
     """In a stage graph: give a buffer a new value."""
     world.update_buffer(name, value)
+
+
+def exchange(world: Any, collective: str, x: torch.Tensor, **arguments: Any) -> torch.Tensor:
+    """In the graph of a body: a collective on values over an axis, such as ``all_reduce_values``."""
+    result: torch.Tensor = getattr(world, collective)(x, **arguments)
+    return result
+
+
+class _TracedValues:
+    """The world inside a body during a trace: its collectives on values are nodes, which read `world`."""
+
+    def __init__(self, world: torch.fx.Proxy, tracer: torch.fx.proxy.TracerBase) -> None:
+        self.world, self.tracer = world, tracer
+
+    def __getattr__(self, name: str) -> Callable[..., torch.fx.Proxy]:
+        if name.removesuffix("_values") not in SCHEMAS:
+            raise AttributeError(f"a body calls world.{name}")
+        return lambda x, **arguments: self.tracer.create_proxy(
+            "call_function", exchange, (self.world, name, x), arguments
+        )
 
 
 class _TracedWorld:
@@ -156,16 +177,18 @@ def _called(
     modules: dict[tuple[str, str], torch.fx.GraphModule],
 ) -> Callable[..., Any]:
     """The body as a call of a module, traced at its first call and shared by all stages."""
+    communicates = function.__code__.co_varnames[:1] == ("world",)
 
-    def call(b: int, B: int, *args: Any) -> Any:
-        count = function.__code__.co_argcount - 2
-        flat: list[Any] = []
-        for arg in args:
-            missing = count - len(args) + 1
+    def call(*args: Any) -> Any:
+        flat: list[Any] = [args[0].world] if communicates else []
+        b, B, *given = args[communicates:]
+        count = function.__code__.co_argcount - 2 - communicates
+        for arg in given:
+            missing = count - len(given) + 1
             flat += [arg.proxy[i] for i in range(missing)] if isinstance(arg, _Unpacked) else [arg]
         key = (name, source[source.index(f"def {name}(") :].split("\n\n\n", 1)[0])
         if key not in modules:
-            modules[key] = _body(function, b, B, count)
+            modules[key] = _body(function, b, B, count, communicates)
         setattr(root, name, modules[key])
         results = tracer.create_proxy("call_module", name, tuple(flat), {})
         shape = modules[key].returns
@@ -174,11 +197,14 @@ def _called(
     return call
 
 
-def _body(function: Callable[..., Any], b: int, B: int, count: int) -> torch.fx.GraphModule:
+def _body(
+    function: Callable[..., Any], b: int, B: int, count: int, communicates: bool
+) -> torch.fx.GraphModule:
     graph = torch.fx.Graph()
     tracer = torch.fx.proxy.GraphAppendingTracer(graph)
-    names = function.__code__.co_varnames[2 : 2 + count]
-    result = function(b, B, *(torch.fx.Proxy(graph.placeholder(name), tracer) for name in names))
+    before = [_TracedValues(torch.fx.Proxy(graph.placeholder("world"), tracer), tracer)] if communicates else []
+    names = function.__code__.co_varnames[len(before) + 2 :][:count]
+    result = function(*before, b, B, *(torch.fx.Proxy(graph.placeholder(name), tracer) for name in names))
     graph.output(_plain(result))
     module = torch.fx.GraphModule(torch.nn.Module(), graph, class_name=function.__name__)
     module.returns = _shape(result)

@@ -153,7 +153,9 @@ def _inside(plan: Plan, names: Sequence[str]) -> list[str]:
     for name, number in zip(names, tensor.segments, strict=False):
         forward = tensor.choices[number].forward
         taken, given = (", ".join(dict.fromkeys(map(str, part))) for part in (forward.inputs[:1], forward.outputs))
-        passing.setdefault(f"from {taken or 'nothing'} to {given or 'nothing'}", []).append(name)
+        split = any(strategy.cut is not None for strategy in forward.strategies)
+        what = f"from {taken or 'nothing'} to {given or 'nothing'}" + ("" if split else ", each place computes all of it")
+        passing.setdefault(what, []).append(name)
     return [
         *(f"{tensor.axis} {placement}: {', '.join(found)}" for placement, found in sorted(how.items())),
         *(f"{tensor.axis} through {spans(found, names)}: {what}" for what, found in passing.items()),

@@ -123,9 +123,12 @@ def elimination_order(
     return order, largest
 
 
-def solve(layout: Layout, keep: Sequence[str] = (), price: float = 0.0) -> Eliminated:
-    """A layout's minimum over all but the units `keep`, at a price of a byte. The variable of a unit is ``u:name``."""
-    return eliminate(tuple(_tables(layout, price)), tuple(f"u:{name}" for name in keep))
+def solve(layout: Layout, keep: Sequence[str] = (), price: float = 0.0, largest: int = 1 << 27) -> Eliminated:
+    """A layout's minimum over all but the units `keep`, at a price of a byte. The variable of a unit is ``u:name``.
+
+    Raises MemoryError as `eliminate` does.
+    """
+    return eliminate(tuple(_tables(layout, price)), tuple(f"u:{name}" for name in keep), largest)
 
 
 def picks(layout: Layout, values: Mapping[Variable, int]) -> tuple[int, ...]:

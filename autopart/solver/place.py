@@ -10,7 +10,7 @@ so the time goes with the number of distinct bodies.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +19,7 @@ from autopart.errors import PlanInfeasible
 from autopart.ir.graph import descendants
 from autopart.ir.placed import PlacedBody
 from autopart.ir.placement import Shard, TensorPlacement
-from autopart.ir.segmented import Segment, Segmented
+from autopart.ir.segmented import Body, Segment, Segmented
 from autopart.solver.axis import Axis
 from autopart.solver.eliminate import Eliminated, Table, eliminate, picks, solve
 from autopart.solver.layout import evaluate
@@ -45,9 +45,11 @@ class _Wired:
     """A segment's body as a layout, and what each unit of its boundary is outside: a value or a parameter.
 
     `choices` are the placements among which each of `units` chooses. Segments with one layout have equal units.
+    `usual` is its solution at the usual price of a byte.
     """
 
     layout: BodyLayout
+    usual: Eliminated
     units: tuple[str, ...]
     choices: tuple[tuple[TensorPlacement, ...], ...]
     variables: tuple[str, ...]
@@ -67,9 +69,14 @@ def place(
     """
     pins = dict(pins or {})
     _known(segmented, pins)
-    wired = _wired(segmented, axis, pins.keys())
+    wired = _wired(segmented, axis, pins.keys(), _whole(segmented))
     domains = _domains(wired)
-    found = _at(wired, domains, pins, axis, TIE)
+    try:
+        found = _at(wired, domains, pins, axis, TIE)
+    except MemoryError:  # what passes between segments is too entangled: all of it is whole
+        wired = _wired(segmented, axis, pins.keys(), _whole(segmented) | set(_passing(segmented)))
+        domains = _domains(wired)
+        found = _at(wired, domains, pins, axis, TIE)
     if memory is None or found.memory <= memory:
         return found
     smallest = _at(wired, domains, pins, axis, DEAR)
@@ -90,12 +97,20 @@ def place(
 TIE, DEAR = 1e-3, 1e6
 """Picoseconds a byte: of equally fast layouts the smaller, and memory before all."""
 
+LARGEST = 1 << 24
+"""The most entries of a table that is worth its time: what needs more (a loop over time, say) is not split."""
 
-def _wired(segmented: Segmented, axis: Axis, pinned: Collection[str]) -> list[_Wired]:
+
+def _passing(segmented: Segmented) -> Iterator[str]:
+    """The values between segments."""
+    for segment in segmented.segments:
+        yield from (*segment.values, *segment.outputs, *segment.backward_inputs, *segment.backward_outputs)
+
+
+def _wired(segmented: Segmented, axis: Axis, pinned: Collection[str], whole: Collection[str]) -> list[_Wired]:
     users = Counter(target for segment in segmented.segments for target in segment.parameters)
     outside = {target for target, count in users.items() if count > 1} | set(pinned)
-    whole = _whole(segmented)
-    layouts: dict[tuple[int, tuple[str, ...]], tuple[BodyLayout, tuple[tuple[TensorPlacement, ...], ...]]] = {}
+    layouts: dict[tuple[int, tuple[str, ...]], tuple[BodyLayout, Eliminated]] = {}
     found = []
     for segment in segmented.segments:
         wires = _wires(segmented, segment, outside)
@@ -103,11 +118,23 @@ def _wired(segmented: Segmented, axis: Axis, pinned: Collection[str]) -> list[_W
         key = segment.body, units
         if key not in layouts:
             shared = {unit.split()[-1] for unit, name in wires.items() if name in whole}
-            layout = layout_of(segmented.bodies[segment.body], segment, axis, shared)
-            layouts[key] = layout, tuple(layout.choices(unit) for unit in units)
-        layout, choices = layouts[key]
-        found.append(_Wired(layout, units, choices, tuple(wires[unit] for unit in units)))
+            layouts[key] = _solvable(segmented.bodies[segment.body], segment, axis, shared, units)
+        layout, usual = layouts[key]
+        choices = tuple(layout.choices(unit) for unit in units)
+        found.append(_Wired(layout, usual, units, choices, tuple(wires[unit] for unit in units)))
     return found
+
+
+def _solvable(
+    body: Body, segment: Segment, axis: Axis, whole: Collection[str], units: Sequence[str]
+) -> tuple[BodyLayout, Eliminated]:
+    """The layout of a body, solved at the usual price; of one too entangled for that, in which nothing is split."""
+    layout = layout_of(body, segment, axis, whole)
+    try:
+        return layout, solve(layout.layout, units, TIE, LARGEST)
+    except MemoryError:
+        layout = layout_of(body, segment, axis, whole, split=False)
+        return layout, solve(layout.layout, units, TIE)
 
 
 def _at(
@@ -121,10 +148,10 @@ def _at(
     solved: dict[int, Eliminated] = {}
     for one in wired:
         if id(one.layout) not in solved:
-            solved[id(one.layout)] = solve(one.layout.layout, one.units, price)
+            solved[id(one.layout)] = one.usual if price == TIE else solve(one.layout.layout, one.units, price)
     tables = [_over(one, solved[id(one.layout)].costs, domains) for one in wired]
     tables += [_pinned(variable, how, domains) for variable, how in pins.items()]
-    values = eliminate(tables).best()
+    values = eliminate(tables, largest=LARGEST).best()
     if values is None:
         raise ValueError(f"no layout on {axis.name!r} keeps all of these pins together: {', '.join(pins)}")
     between = {name: domains[name][at] for name, at in values.items()}

@@ -127,10 +127,11 @@ class _Build:
             if owner is not None and self._key(owner) != self._key(gradient):
                 self._alike[self._key(gradient)] = self._key(owner)
 
-    def build(self) -> BodyLayout:
-        """The layout."""
-        cuts, shards = self._candidates()
+    def build(self, *, split: bool = True) -> BodyLayout:
+        """The layout; without `split`, of every node at every place as it is."""
+        cuts, shards = self._candidates() if split else ([set[Cut]()] * len(self.nodes), {})
         options = [strategies(r, sorted(c, key=str), self.degree) for r, c in zip(self.ruled, cuts, strict=True)]
+        options = options if split else [taken[:1] for taken in options]
         pending = self._pending(options)
         self.places: dict[str, tuple[TensorPlacement, ...]] = {}
         for name in self.values:
@@ -275,7 +276,7 @@ class _Build:
             taken = {gradient for owner, gradient in self.gradients if owner is not None}
             for i, name in enumerate(self.body.backward.outputs):
                 if i < len(self.segment.backward_outputs) or name not in taken:
-                    yield self._sink(f"back {i} {name}", self.late.get(name, name), whole=False)
+                    yield self._sink(f"back {i} {name}", self.late.get(name, name), whole=name in self.whole)
 
     def _sink(self, unit: str, name: str, *, whole: bool) -> Unit:
         count = 1 if whole else len(self.places[name])
@@ -285,6 +286,11 @@ class _Build:
         return round(self.axis.local_bytes(self.values[name], how))
 
 
-def layout_of(body: Body, segment: Segment, axis: Axis, whole: Collection[str] = ()) -> BodyLayout:
-    """The layout of a body, whose formals are those of `segment`, on an axis. What is in `whole` passes it unsplit."""
-    return _Build(body, segment, axis, whole).build()
+def layout_of(
+    body: Body, segment: Segment, axis: Axis, whole: Collection[str] = (), *, split: bool = True
+) -> BodyLayout:
+    """The layout of a body, whose formals are those of `segment`, on an axis. What is in `whole` passes it unsplit.
+
+    Without `split` nothing in the body is split: every place computes all of it.
+    """
+    return _Build(body, segment, axis, whole).build(split=split)
