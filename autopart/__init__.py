@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from autopart.api import compile, load, parallelize, plan, save, simulate
     from autopart.cluster import Cluster
     from autopart.errors import AutopartError, CaptureError, PlanInfeasible, RankFailure, VerificationError
-    from autopart.ir.placement import Placement
+    from autopart.ir.placement import Partial, Placement, Replicate, Shard
     from autopart.ir.plan import Plan
     from autopart.ir.program import Program
     from autopart.passes.verify import verify
@@ -20,11 +20,14 @@ __all__ = [
     "AutopartError",
     "CaptureError",
     "Cluster",
+    "Partial",
     "Placement",
     "Plan",
     "PlanInfeasible",
     "Program",
     "RankFailure",
+    "Replicate",
+    "Shard",
     "VerificationError",
     "compile",
     "load",
@@ -43,7 +46,7 @@ _HOMES = {
         ("AutopartError", "CaptureError", "PlanInfeasible", "RankFailure", "VerificationError"), "autopart.errors"
     ),
     "Cluster": "autopart.cluster",
-    "Placement": "autopart.ir.placement",
+    **dict.fromkeys(("Partial", "Placement", "Replicate", "Shard"), "autopart.ir.placement"),
     "Plan": "autopart.ir.plan",
     "Program": "autopart.ir.program",
     "verify": "autopart.passes.verify",

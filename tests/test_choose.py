@@ -164,7 +164,7 @@ def test_communication_costs_time() -> None:
 
 BAD = [
     ({"mesh": {"pp": 2, "dp": 3}}, ValueError, r"mesh: pp=2 x dp=3 has 6 ranks, but there are 4 devices"),
-    ({"mesh": {"tp": 2, "dp": 2}}, ValueError, "mesh: axis 'tp' is not planned yet"),
+    ({"mesh": {"ep": 2, "dp": 2}}, ValueError, "mesh: axis 'ep' is not planned yet"),
     ({"mesh": {"xp": 4}}, ValueError, "mesh: unknown axis 'xp'"),
     ({"mesh": 4}, TypeError, "mesh: expected axis sizes"),
     (

@@ -10,13 +10,15 @@ from autopart.cluster import Cluster, parse_bytes
 from autopart.ir.captured import Captured
 from autopart.ir.mesh import Mesh
 from autopart.ir.placed import PlacedStep
-from autopart.ir.placement import TensorPlacement
+from autopart.ir.placement import Replicate, Shard, TensorPlacement
 from autopart.ir.segmented import Segmented
 from autopart.ir.tensor_plan import TensorPlan
 from autopart.passes.places import at_place, check_places
 from autopart.solver.axis import Axis
 from autopart.solver.place import Placed, place
-from autopart.solver.request import INSIDE, Pinned, Pins, pinned_mesh, tensor_placement
+from autopart.solver.request import INSIDE, Pinned, Pins, pinned_mesh
+from autopart.solver.tensor import Along, Pin
+
 
 @dataclass(frozen=True, slots=True)
 class Inside:
@@ -26,7 +28,7 @@ class Inside:
     degree: int
     cluster: Cluster
     samples: int  # of a microbatch
-    pins: tuple[tuple[str, TensorPlacement], ...]  # by parameter
+    pins: tuple[tuple[str, Pin], ...]  # by parameter
 
 
 def axis_inside(mesh: Mesh | None) -> tuple[str, int] | None:
@@ -75,7 +77,7 @@ def placed_step(segmented: Segmented, tensor: TensorPlan) -> PlacedStep:
     placed = tensor.step(segmented)
     if placed is None:
         used = {target for segment in segmented.segments for target in segment.parameters}
-        pins = tuple((target, how) for target, how in tensor.parameters if target in used)
+        pins: tuple[tuple[str, Pin], ...] = tuple((target, how) for target, how in tensor.parameters if target in used)
         placed = _solved(segmented, Inside(tensor.axis, tensor.degree, tensor.cluster, tensor.samples, pins), None)
         known = dict(placed.parameters) | dict(tensor.parameters)
         placed = PlacedStep(placed.axis, placed.degree, placed.bodies, placed.between, tuple(known.items()))
@@ -113,7 +115,7 @@ def without_tensors(pin: Pinned) -> Pinned:
     return rest or None
 
 
-def pinned(pin: object, captured: Captured, axis: str | None) -> tuple[tuple[str, TensorPlacement], ...]:
+def pinned(pin: object, captured: Captured, axis: str | None) -> tuple[tuple[str, Pin], ...]:
     """The placements of parameters on `axis` that a placement pin names; of several patterns the first holds.
 
     Raises ValueError or TypeError, naming the pattern, for one on an axis that the mesh has not, and for a pattern that
@@ -123,7 +125,7 @@ def pinned(pin: object, captured: Captured, axis: str | None) -> tuple[tuple[str
         return ()
     rules = [(str(pattern), value) for pattern, value in pin.items() if isinstance(value, Mapping)]
     shapes = {item.target: item.value.shape for item in captured.of_kind("parameter")}
-    found: dict[str, TensorPlacement] = {}
+    found: dict[str, Pin] = {}
     for pattern, by_axis in rules:
         targets = [target for target in shapes if _matches(pattern, target)]
         if not targets:
@@ -136,8 +138,25 @@ def pinned(pin: object, captured: Captured, axis: str | None) -> tuple[tuple[str
                     + '; pin a mesh such as {"tp": 2}'
                 )
             for target in targets:
-                found.setdefault(target, tensor_placement(value, len(shapes[target]), pattern))
+                found.setdefault(target, _pin(value, len(shapes[target]), pattern))
     return tuple(found.items())
+
+
+def _pin(value: object, dims: int, pattern: str) -> Pin:
+    """What is pinned of a tensor of so many dims, by a placement of ours or torch's of the same name.
+
+    Raises TypeError for what is neither Shard nor Replicate, ValueError for a dim that is not there.
+    """
+    kind = type(value).__name__
+    if kind == "Replicate":
+        return Replicate()
+    if kind != "Shard" or not isinstance(dim := getattr(value, "dim", None), int):
+        raise TypeError(
+            f"placement: {pattern!r} has {value!r}; parameters are autopart.Shard(dim) or autopart.Replicate() on an axis"
+        )
+    if not -dims <= dim < dims:
+        raise ValueError(f"placement: {pattern!r} is to be split along dim {dim}, but it has {dims} dims")
+    return value if isinstance(value, Shard) and value != Shard(dim) else Along(dim % dims)
 
 
 def _matches(pattern: str, target: str) -> bool:

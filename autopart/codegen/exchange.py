@@ -123,12 +123,12 @@ class ExchangeWorld:
     def _whole(self, x: torch.Tensor, axis: str, dim: int, outer: int, pieces: Sequence[int]) -> tuple[int, ...]:
         place, shape = self._place(axis), tuple(x.shape)
         if not 0 <= dim < len(shape) or place >= len(pieces) or shape[dim] != outer * pieces[place]:
-            raise TypeError(f"place {place} of {axis!r} has {list(shape)}, not {outer} x {list(pieces)} along dim {dim}")
+            raise TypeError(
+                f"place {place} of {axis!r} has {list(shape)}, not {outer} x {list(pieces)} along dim {dim}"
+            )
         return (*shape[:dim], outer * sum(pieces), *shape[dim + 1 :])
 
-    def _piece(
-        self, shape: tuple[int, ...], axis: str, dim: int, outer: int, pieces: Sequence[int]
-    ) -> tuple[int, ...]:
+    def _piece(self, shape: tuple[int, ...], axis: str, dim: int, outer: int, pieces: Sequence[int]) -> tuple[int, ...]:
         place = self._place(axis)
         if not 0 <= dim < len(shape) or place >= len(pieces) or shape[dim] != outer * sum(pieces):
             raise TypeError(f"{list(shape)} is cut along dim {dim} into {outer} x {list(pieces)}")

@@ -197,9 +197,7 @@ def _called(
     return call
 
 
-def _body(
-    function: Callable[..., Any], b: int, B: int, count: int, communicates: bool
-) -> torch.fx.GraphModule:
+def _body(function: Callable[..., Any], b: int, B: int, count: int, communicates: bool) -> torch.fx.GraphModule:
     graph = torch.fx.Graph()
     tracer = torch.fx.proxy.GraphAppendingTracer(graph)
     before = [_TracedValues(torch.fx.Proxy(graph.placeholder("world"), tracer), tracer)] if communicates else []

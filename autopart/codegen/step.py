@@ -282,7 +282,9 @@ def _results(staged: Staged, stages: Sequence[int], wanted: Iterable[Output]) ->
             aside = here and inside is not None and inside.place > 0
             parts = f"list({out.name}.values())" if here and not aside else "[]"
             call = f"world.total({parts}, shape={value.at(1)}, dtype={value.dtype})"
-            lines.append(f"    {out.name} = {call}" + (f"  # place 0 of {inside.axis} adds it" if inside and aside else ""))
+            lines.append(
+                f"    {out.name} = {call}" + (f"  # place 0 of {inside.axis} adds it" if inside and aside else "")
+            )
         elif not out.everywhere:
             lines += [f"    {out.name} = world.joined({out.name}, dim={out.dim})"] if here else []
         else:

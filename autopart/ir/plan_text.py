@@ -125,7 +125,9 @@ def _flat(plan: Plan) -> dict[str, str]:
     facts["placement"] = "; ".join(f"{pattern}: {placement}" for pattern, placement in plan.placements)
     facts["recompute"] = ", ".join(plan.recompute) or "nothing"
     if plan.tensor is not None:
-        facts |= {f"{plan.tensor.axis} {name}": str(how) for name, how in (*plan.tensor.parameters, *plan.tensor.between)}
+        facts |= {
+            f"{plan.tensor.axis} {name}": str(how) for name, how in (*plan.tensor.parameters, *plan.tensor.between)
+        }
         choices = repr((plan.tensor.choices, plan.tensor.segments))
         facts["choices inside segments"] = hashlib.sha256(choices.encode()).hexdigest()[:8]
     for number, stage in enumerate(plan.stages):
@@ -154,7 +156,9 @@ def _inside(plan: Plan, names: Sequence[str]) -> list[str]:
         forward = tensor.choices[number].forward
         taken, given = (", ".join(dict.fromkeys(map(str, part))) for part in (forward.inputs[:1], forward.outputs))
         split = any(strategy.cut is not None for strategy in forward.strategies)
-        what = f"from {taken or 'nothing'} to {given or 'nothing'}" + ("" if split else ", each place computes all of it")
+        what = f"from {taken or 'nothing'} to {given or 'nothing'}" + (
+            "" if split else ", each place computes all of it"
+        )
         passing.setdefault(what, []).append(name)
     return [
         *(f"{tensor.axis} {placement}: {', '.join(found)}" for placement, found in sorted(how.items())),

@@ -80,7 +80,9 @@ class TensorPlan:
 
     def __post_init__(self) -> None:
         if self.degree < 2 or self.samples < 1:
-            raise ValueError(f"plan: {self.axis} inside segments is of {self.degree} places, for {self.samples} samples")
+            raise ValueError(
+                f"plan: {self.axis} inside segments is of {self.degree} places, for {self.samples} samples"
+            )
         if any(number not in range(len(self.choices)) for number in self.segments):
             raise ValueError(f"plan: the segments have the choices {self.segments}; there are {len(self.choices)}")
 
@@ -90,9 +92,7 @@ class TensorPlan:
         numbers = {id(body): number for number, body in enumerate({id(b): b for b in placed.bodies}.values())}
         choices = tuple(BodyChoice.of(body) for body in {id(b): b for b in placed.bodies}.values())
         segments = tuple(numbers[id(body)] for body in placed.bodies)
-        return cls(
-            placed.axis, placed.degree, placed.parameters, placed.between, choices, segments, cluster, samples
-        )
+        return cls(placed.axis, placed.degree, placed.parameters, placed.between, choices, segments, cluster, samples)
 
     def step(self, segmented: Segmented) -> PlacedStep | None:
         """The step under these decisions, None where it is another one than was planned.

@@ -60,8 +60,9 @@ def costs(segmented: Segmented) -> tuple[SegmentCost, ...]:
         if key not in shared:
             shared[key] = _expressions(segmented.bodies[segment.body], segment, origins, segmented.captured.batch)
         mine = {target: parameters[target] for target in segment.parameters}
-        here = {target: replace(item.value, shape=pieces[target].local) for target, item in mine.items()
-                if target in pieces}
+        here = {
+            target: replace(item.value, shape=pieces[target].local) for target, item in mine.items() if target in pieces
+        }
         sizes = {target: here.get(target, item.value).nbytes(1) for target, item in mine.items()}
         common = shared[key]
         made.append(

@@ -74,9 +74,7 @@ def _between(
     ), placements
 
 
-def _pieces(
-    placed: PlacedStep, shapes: Mapping[str, tuple[int, ...]], place: int
-) -> Iterator[tuple[str, Piece]]:
+def _pieces(placed: PlacedStep, shapes: Mapping[str, tuple[int, ...]], place: int) -> Iterator[tuple[str, Piece]]:
     for target, how in placed.parameters:
         if isinstance(how, Shard) and target in shapes:
             yield target, _piece(placed, shapes[target], how, place)

@@ -77,9 +77,7 @@ def predict_traffic(
     return tuple(sent[rank] for rank in range(plan.mesh.size))
 
 
-def _of_place(
-    staged: Staged, scheduled: Scheduled, plan: Plan, shares: Shares, ranks: Sequence[int]
-) -> Iterator[Sent]:
+def _of_place(staged: Staged, scheduled: Scheduled, plan: Plan, shares: Shares, ranks: Sequence[int]) -> Iterator[Sent]:
     """Bytes that each of these ranks sends, which all run their part of one step."""
     mesh, degree, places = plan.mesh, plan.mesh.degree("dp"), scheduled.schedule.place
     rows = with_collectives(staged, scheduled, degree)

@@ -117,7 +117,12 @@ def _batches(plan: Plan) -> tuple[int, int]:
 
 
 def _checked(
-    program: Program, needed: Sequence[Needs], made: Mapping[str, Made], known: Sequence[Values], batch: int, bodies: Bodies
+    program: Program,
+    needed: Sequence[Needs],
+    made: Mapping[str, Made],
+    known: Sequence[Values],
+    batch: int,
+    bodies: Bodies,
 ) -> tuple[Checked, ...]:
     training, state = program.captured.training, program.state
     texts = [read(program, rank, batch, bodies) for rank in range(len(program.ranks))]

@@ -16,7 +16,7 @@ from autopart.ir.tensor_plan import TensorPlan
 from autopart.solver.certify import certify
 from autopart.solver.chunks import PRECISION, fastest
 from autopart.solver.infeasible import infeasible
-from autopart.solver.request import Pinned, Request, resolve
+from autopart.solver.request import INSIDE, Pinned, Request, resolve
 from autopart.solver.schedule import Chosen, search
 from autopart.solver.search import Solved, check_schedule, first_fit, flush, stage_seconds, step_seconds
 
@@ -82,6 +82,9 @@ def choose(
         optimizer_ratio=optimizer_ratio,
         forwards_first=forwards_first,
     )
+    inside = {axis: request.mesh.degree(axis) for axis in INSIDE} if request.mesh is not None else {}
+    if any(degree > 1 for degree in inside.values()) and tensor is None:
+        raise ValueError(f"mesh: {request.mesh} splits tensors inside segments; use autopart.plan, which places them")
     check_schedule(request)
     solved = first_fit(request)
     if solved is None and recompute is None:

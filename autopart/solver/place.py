@@ -3,8 +3,8 @@
 A body's table says what it costs for each placement of the values that come in and go out, forward and backward. What
 passes between segments has one placement that all its segments agree on; a body moves it inside where it wants it
 otherwise. What several segments read and no parameter enters (rotary tables, masks) is whole at every place, and each
-takes its piece. Parameters of several segments, and pinned ones, are part of the boundary. Equal bodies share a table,
-so the time goes with the number of distinct bodies.
+takes its piece. Parameters of several segments are part of the boundary. Equal bodies share a table, so the time goes
+with the number of distinct bodies.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ import torch
 from autopart.errors import PlanInfeasible
 from autopart.ir.graph import descendants
 from autopart.ir.placed import PlacedBody
-from autopart.ir.placement import Shard, TensorPlacement
+from autopart.ir.placement import TensorPlacement
 from autopart.ir.segmented import Body, Segment, Segmented
 from autopart.solver.axis import Axis
 from autopart.solver.eliminate import Eliminated, Table, eliminate, picks, solve
 from autopart.solver.layout import evaluate
-from autopart.solver.tensor import BodyLayout, layout_of
+from autopart.solver.tensor import BodyLayout, Pin, layout_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,26 +55,23 @@ class _Wired:
     variables: tuple[str, ...]
 
 
-def place(
-    segmented: Segmented, axis: Axis, pins: Mapping[str, TensorPlacement] | None = None, memory: int | None = None
-) -> Placed:
-    """The fastest placement of every value on an axis. `pins` are placements of parameters, by target.
+def place(segmented: Segmented, axis: Axis, pins: Mapping[str, Pin] | None = None, memory: int | None = None) -> Placed:
+    """The fastest placement of every value on an axis. `pins` are of parameters, by target.
 
-    A pinned ``Shard(dim)`` is any split of that dim, where it cannot be cut in equal runs.
-
-    What the caller passes and gets is whole at every place. A byte costs `TIE` in
-    any case, so of layouts that are equally fast the smaller is taken. Where `memory` (bytes) binds, it is the fastest
-    of those that are fastest at some price of a byte: what lies on the convex hull of time against memory. Raises
-    ValueError for a pin that no layout can keep, naming those that one can, and PlanInfeasible where nothing fits.
+    What the caller passes and gets is whole at every place. A byte costs `TIE` in any case, so of layouts that are
+    equally fast the smaller is taken. Where `memory` (bytes) binds, it is the fastest of those that are fastest at some
+    price of a byte: what lies on the convex hull of time against memory. What is too entangled for the tables is
+    computed whole at every place. Raises ValueError for a pin that no layout can keep, naming those that one can, and
+    PlanInfeasible where nothing fits.
     """
     pins = dict(pins or {})
     _known(segmented, pins)
-    wired = _wired(segmented, axis, pins.keys(), _whole(segmented))
+    wired = _wired(segmented, axis, pins, _whole(segmented))
     domains = _domains(wired)
     try:
         found = _at(wired, domains, pins, axis, TIE)
     except MemoryError:  # what passes between segments is too entangled: all of it is whole
-        wired = _wired(segmented, axis, pins.keys(), _whole(segmented) | set(_passing(segmented)))
+        wired = _wired(segmented, axis, pins, _whole(segmented) | set(_passing(segmented)))
         domains = _domains(wired)
         found = _at(wired, domains, pins, axis, TIE)
     if memory is None or found.memory <= memory:
@@ -107,18 +104,20 @@ def _passing(segmented: Segmented) -> Iterator[str]:
         yield from (*segment.values, *segment.outputs, *segment.backward_inputs, *segment.backward_outputs)
 
 
-def _wired(segmented: Segmented, axis: Axis, pinned: Collection[str], whole: Collection[str]) -> list[_Wired]:
+def _wired(segmented: Segmented, axis: Axis, pins: Mapping[str, Pin], whole: Collection[str]) -> list[_Wired]:
     users = Counter(target for segment in segmented.segments for target in segment.parameters)
-    outside = {target for target, count in users.items() if count > 1} | set(pinned)
-    layouts: dict[tuple[int, tuple[str, ...]], tuple[BodyLayout, Eliminated]] = {}
+    outside = {target for target, count in users.items() if count > 1}
+    layouts: dict[object, tuple[BodyLayout, Eliminated]] = {}
     found = []
     for segment in segmented.segments:
-        wires = _wires(segmented, segment, outside)
+        body = segmented.bodies[segment.body]
+        wires, owners = _wires(body, segment, outside), _owners(body, segment)
         units = tuple(unit for unit, name in wires.items() if name not in whole)
-        key = segment.body, units
+        pinned = {local: pins[target] for target, local in owners.items() if target in pins}
+        key = segment.body, units, tuple(pinned.items())
         if key not in layouts:
             shared = {unit.split()[-1] for unit, name in wires.items() if name in whole}
-            layouts[key] = _solvable(segmented.bodies[segment.body], segment, axis, shared, units)
+            layouts[key] = _solvable(body, segment, axis, shared, pinned, units)
         layout, usual = layouts[key]
         choices = tuple(layout.choices(unit) for unit in units)
         found.append(_Wired(layout, usual, units, choices, tuple(wires[unit] for unit in units)))
@@ -126,21 +125,26 @@ def _wired(segmented: Segmented, axis: Axis, pinned: Collection[str], whole: Col
 
 
 def _solvable(
-    body: Body, segment: Segment, axis: Axis, whole: Collection[str], units: Sequence[str]
+    body: Body,
+    segment: Segment,
+    axis: Axis,
+    whole: Collection[str],
+    pins: Mapping[str, Pin],
+    units: Sequence[str],
 ) -> tuple[BodyLayout, Eliminated]:
     """The layout of a body, solved at the usual price; of one too entangled for that, in which nothing is split."""
-    layout = layout_of(body, segment, axis, whole)
+    layout = layout_of(body, segment, axis, whole, pins)
     try:
         return layout, solve(layout.layout, units, TIE, LARGEST)
     except MemoryError:
-        layout = layout_of(body, segment, axis, whole, split=False)
+        layout = layout_of(body, segment, axis, whole, pins, split=False)
         return layout, solve(layout.layout, units, TIE)
 
 
 def _at(
     wired: Sequence[_Wired],
     domains: Mapping[str, tuple[TensorPlacement, ...]],
-    pins: Mapping[str, TensorPlacement],
+    pins: Mapping[str, Pin],
     axis: Axis,
     price: float,
 ) -> Placed:
@@ -150,7 +154,6 @@ def _at(
         if id(one.layout) not in solved:
             solved[id(one.layout)] = one.usual if price == TIE else solve(one.layout.layout, one.units, price)
     tables = [_over(one, solved[id(one.layout)].costs, domains) for one in wired]
-    tables += [_pinned(variable, how, domains) for variable, how in pins.items()]
     values = eliminate(tables, largest=LARGEST).best()
     if values is None:
         raise ValueError(f"no layout on {axis.name!r} keeps all of these pins together: {', '.join(pins)}")
@@ -181,7 +184,7 @@ def _body(layout: BodyLayout, solved: Eliminated, given: Mapping[str, int]) -> t
     return layout.placed(taken), time, memory
 
 
-def _known(segmented: Segmented, pins: Mapping[str, TensorPlacement]) -> None:
+def _known(segmented: Segmented, pins: Mapping[str, Pin]) -> None:
     targets = {target for segment in segmented.segments for target in segment.parameters}
     for target in pins:
         if target not in targets:
@@ -199,26 +202,32 @@ def _whole(segmented: Segmented) -> set[str]:
     return given | returned | {name for name, count in readers.items() if count > 1 and name not in trained}
 
 
-def _wires(segmented: Segmented, segment: Segment, outside: set[str]) -> dict[str, str]:
-    """From units of a body's boundary to variables: names of values in the whole graph, and targets of parameters."""
-    body = segmented.bodies[segment.body]
+def _owners(body: Body, segment: Segment) -> dict[str, str]:
+    """The local name of each parameter that a segment reads."""
     names = [v.name for v in body.forward.inputs]
-    wires = {f"in {local}": name for local, name in zip(names, segment.values, strict=False)}
-    outputs = zip(body.forward.outputs, segment.outputs, strict=False)
-    wires |= {f"out {i} {local}": name for i, (local, name) in enumerate(outputs)}
     owners = dict(
-        zip(names[len(segment.values) + len(segment.forward_fixed) :], segment.forward_parameters, strict=True)
+        zip(segment.forward_parameters, names[len(segment.values) + len(segment.forward_fixed) :], strict=True)
     )
     if body.backward is not None:
-        formals = [v.name for v in body.backward.inputs]
-        wires |= {f"in {local}": name for local, name in zip(formals, segment.backward_inputs, strict=False)}
-        count = len(segment.backward_parameters)
-        owners |= dict(zip(formals[len(formals) - count :], segment.backward_parameters, strict=True))
+        formals, count = [v.name for v in body.backward.inputs], len(segment.backward_parameters)
+        owners = dict(zip(segment.backward_parameters, formals[len(formals) - count :], strict=True)) | owners
+    return owners
+
+
+def _wires(body: Body, segment: Segment, outside: set[str]) -> dict[str, str]:
+    """From units of a body's boundary to variables: names of values in the whole graph, and targets of parameters."""
+    owners = _owners(body, segment)
+    wires = {f"in {v.name}": name for v, name in zip(body.forward.inputs, segment.values, strict=False)}
+    outputs = zip(body.forward.outputs, segment.outputs, strict=False)
+    wires |= {f"out {i} {local}": name for i, (local, name) in enumerate(outputs)}
+    if body.backward is not None:
+        taken = zip(body.backward.inputs, segment.backward_inputs, strict=False)
+        wires |= {f"in {v.name}": name for v, name in taken}
         results = (*segment.backward_outputs, *segment.gradients)
         for i, (local, name) in enumerate(zip(body.backward.outputs, results, strict=True)):
-            if i < len(segment.backward_outputs) or name not in owners.values():
+            if i < len(segment.backward_outputs) or name not in owners:
                 wires[f"back {i} {local}"] = name
-    return wires | {f"parameter {local}": target for local, target in owners.items() if target in outside}
+    return wires | {f"parameter {local}": target for target, local in owners.items() if target in outside}
 
 
 def _domains(wired: Sequence[_Wired]) -> dict[str, tuple[TensorPlacement, ...]]:
@@ -244,16 +253,3 @@ def _over(one: _Wired, costs: torch.Tensor, domains: Mapping[str, tuple[TensorPl
             costs = costs.diagonal(0, first, dim).movedim(-1, first)
             variables = variables[:dim] + variables[dim + 1 :]
     return Table(variables, costs)
-
-
-def _pinned(variable: str, how: TensorPlacement, domains: Mapping[str, tuple[TensorPlacement, ...]]) -> Table:
-    places = domains[variable]
-    kept = [i for i, place in enumerate(places) if place == how]
-    if not kept and isinstance(how, Shard) and how == Shard(how.dim):  # by heads, or inside what a view took apart
-        kept = [i for i, place in enumerate(places) if isinstance(place, Shard) and place.dim == how.dim]
-    if not kept:
-        known = ", ".join(str(p) for p in places)
-        raise ValueError(f"placement: {variable!r} cannot be {how} on this axis; it can be {known}")
-    costs = torch.full((len(places),), torch.inf, dtype=torch.float64)
-    costs[kept] = 0
-    return Table((variable,), costs)

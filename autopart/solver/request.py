@@ -14,7 +14,7 @@ from autopart.ir import plan_text
 from autopart.ir.action import Schedule
 from autopart.ir.cost import SegmentCost
 from autopart.ir.mesh import Mesh
-from autopart.ir.placement import PRESETS, Placement, Replicate, Shard, TensorPlacement, executable
+from autopart.ir.placement import PRESETS, Placement, executable
 from autopart.schedules.spell import AUTO, is_table
 
 Rules = tuple[tuple[str, Placement], ...]
@@ -214,23 +214,6 @@ def pinned_mesh(mesh: Mapping[str, int] | Mesh | None) -> Mesh | None:
         if axis not in ("pp", "dp", *INSIDE) and size > 1:
             raise ValueError(f"mesh: axis {axis!r} is not planned yet; use pp, dp and {', '.join(INSIDE)}")
     return made
-
-
-def tensor_placement(value: object, dims: int, pattern: str) -> TensorPlacement:
-    """A pinned placement of a tensor of so many dims: ours, or torch's of the same name.
-
-    Raises TypeError for what is neither Shard nor Replicate, ValueError for a dim that is not there.
-    """
-    kind = type(value).__name__
-    if kind == "Replicate":
-        return Replicate()
-    if kind != "Shard" or not isinstance(dim := getattr(value, "dim", None), int):
-        raise TypeError(
-            f"placement: {pattern!r} has {value!r}; parameters are autopart.Shard(dim) or autopart.Replicate() on an axis"
-        )
-    if not -dims <= dim < dims:
-        raise ValueError(f"placement: {pattern!r} is to be split along dim {dim}, but it has {dims} dims")
-    return replace(value, dim=dim % dims) if isinstance(value, Shard) else Shard(dim % dims)
 
 
 def _stages(stages: int | Sequence[str] | None, names: list[str]) -> tuple[int | None, tuple[int, ...]]:

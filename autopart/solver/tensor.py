@@ -31,6 +31,26 @@ LATER = "'"
 
 
 @dataclass(frozen=True, slots=True)
+class Along:
+    """A pin to some split of a dim: into equal runs, by heads, or inside what a view takes apart."""
+
+    dim: int
+
+    def __str__(self) -> str:
+        return f"Shard({self.dim})"
+
+
+Pin = TensorPlacement | Along
+"""How a parameter is to be placed."""
+
+
+def _keeps(pin: Pin | None, how: TensorPlacement) -> bool:
+    if isinstance(pin, Along):
+        return isinstance(how, Shard) and how.dim == pin.dim
+    return pin is None or how == pin
+
+
+@dataclass(frozen=True, slots=True)
 class BodyLayout:
     """A body as a layout. `placements` lists each value's; ``strategies[i]`` are unit i's options, if it is a node."""
 
@@ -98,8 +118,11 @@ def _need(units: Sequence[Unit], chosen: Mapping[str, Option], unit: str, value:
 class _Build:
     """One body on its way to a layout."""
 
-    def __init__(self, body: Body, segment: Segment, axis: Axis, whole: Collection[str]) -> None:
+    def __init__(
+        self, body: Body, segment: Segment, axis: Axis, whole: Collection[str], pins: Mapping[str, Pin]
+    ) -> None:
         self.body, self.segment, self.axis, self.degree, self.whole = body, segment, axis, axis.degree, whole
+        self.pins = pins
         self.forward, backward = body.forward, body.backward or Function((), (), ())
         values, fixed = len(segment.values), len(segment.forward_fixed)
         names = [v.name for v in self.forward.inputs]
@@ -241,17 +264,23 @@ class _Build:
 
     def _own_parameters(self) -> Iterator[Unit]:
         """A parameter and its gradients have one placement; it is never a part of a sum."""
-        for name in self.parameters.values():
+        for target, name in self.parameters.items():
             makes = tuple(n for n in (name, self.late.get(name)) if n in self.values)
             grads = tuple(gradient for owner, gradient in self.gradients if owner == name)
             options = []
-            for how in self.places[makes[0]]:
-                if how == Partial():
-                    continue
+            for how in self._allowed(target, name, [p for p in self.places[makes[0]] if p != Partial()]):
                 needs = tuple(self.places[g].index(how) for g in grads)
                 gives = tuple(self.places[n].index(how) for n in makes)
                 options.append(Option(needs, gives, 0, self._bytes(makes[0], how) * self.axis.copies))
             yield Unit(f"parameter {name}", grads, makes, tuple(options))
+
+    def _allowed(self, target: str, name: str, places: list[TensorPlacement]) -> list[TensorPlacement]:
+        """The placements of a parameter that its pin allows."""
+        pin = self.pins.get(name)
+        if found := [how for how in places if _keeps(pin, how)]:
+            return found
+        known = ", ".join(map(str, places))
+        raise ValueError(f"placement: {target!r} cannot be {pin} on this axis; it can be {known}")
 
     def _saves(self) -> Iterator[Unit]:
         """What is saved; views of one storage cost their bytes once."""
@@ -287,10 +316,17 @@ class _Build:
 
 
 def layout_of(
-    body: Body, segment: Segment, axis: Axis, whole: Collection[str] = (), *, split: bool = True
+    body: Body,
+    segment: Segment,
+    axis: Axis,
+    whole: Collection[str] = (),
+    pins: Mapping[str, Pin] | None = None,
+    *,
+    split: bool = True,
 ) -> BodyLayout:
     """The layout of a body, whose formals are those of `segment`, on an axis. What is in `whole` passes it unsplit.
 
-    Without `split` nothing in the body is split: every place computes all of it.
+    `pins` are of parameters, by local name. Without `split` nothing in the body is split: every place
+    computes all of it. Raises ValueError for a pin that nothing in the body can keep, naming those that it can.
     """
-    return _Build(body, segment, axis, whole).build(split=split)
+    return _Build(body, segment, axis, whole, pins or {}).build(split=split)
