@@ -8,7 +8,7 @@ have, in order:
 * ``reduce_scatter(x, axis, dim, outer, pieces)``: a part of a sum -> this place's piece of the sum;
 * ``all_to_all(x, axis, from_dim, from_outer, from_pieces, dim, outer, pieces)``: split one way -> split another way.
 
-They have schemas and no kernels: they are there for a world to perform, and none does yet.
+They have schemas and no kernels: the text of a program calls its world for them (`runtime.values`).
 """
 
 from __future__ import annotations

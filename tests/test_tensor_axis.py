@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -391,7 +392,7 @@ def test_pins_are_kept() -> None:
         ({"dp": 2}, {"out": {"tp": Shard(0)}}, ValueError, "'out' is placed on 'tp', but the mesh has no axis"),
         ({"tp": 2}, {"out": {"dp": Shard(0)}}, ValueError, "'out' is placed on 'dp', but tensors are split on 'tp'"),
         ({"tp": 2}, {"out.bias": {"tp": Shard(1)}}, ValueError, "'out.bias' is to be split along dim 1, but it has 1"),
-        ({"tp": 2}, {"out": {"tp": "ddp"}}, TypeError, "'out' has 'ddp'; parameters are autopart.Shard"),
+        ({"tp": 2}, {"out": {"tp": "ddp"}}, TypeError, "'out' has 'ddp'; on an axis it is autopart.Shard"),
         ({"tp": 2}, {"out": {"tp": Partial()}}, TypeError, "autopart.Shard"),
         ({"tp": 6}, {"out.bias": {"tp": Shard(0)}}, ValueError, "'out.bias' cannot be Shard.0. on this axis"),
         ({"tp": 2}, {"out.bias": {"tp": Shard(0, 3)}}, ValueError, "'out.bias' cannot be Shard.0, inside 3"),
@@ -452,9 +453,9 @@ def test_the_order_of_collectives_is_that_of_all_places() -> None:
     """Two layers that one place calls the other way about; the layers' own collectives are in order."""
     whole = program("llama", axes(tp=2), CHEAP)
     sums = re.findall(r"^    (\w+ = world\.\w+_values\(.*\))$", whole.ranks[1].source, re.MULTILINE)
-    first, second = next((a, b) for a, b in zip(sums, sums[1:], strict=False) if a.split("(")[1:] != b.split("(")[1:])
+    first, second = next((a, b) for a, b in pairwise(sums) if a.split("(")[1:] != b.split("(")[1:])
     swapped = edited(whole, (1,), first, second)
-    with pytest.raises(VerificationError, match="rule (values|text|collectives)"):
+    with pytest.raises(VerificationError, match=r"rule (values|text|collectives)"):
         verify(swapped)
 
 
@@ -462,7 +463,7 @@ def test_a_place_that_adds_its_loss_twice_is_noticed() -> None:
     whole = program("gpt", axes(tp=2))
     text = whole.ranks[1].source.replace("world.total([],", "world.total(list(loss.values()),")
     wrong = replace(whole, ranks=(whole.ranks[0], replace(whole.ranks[1], source=text)))
-    with pytest.raises(VerificationError, match="rule outputs: rank 1.*it sums the parts of the microbatches"):
+    with pytest.raises(VerificationError, match=r"rule outputs: rank 1.*it sums the parts of the microbatches"):
         verify(wrong)
 
 
@@ -470,7 +471,7 @@ def test_the_text_of_another_place_is_noticed() -> None:
     """Uneven places: the first one's text computes with its own pieces."""
     whole = program("mlp", axes(tp=3), CHEAP)
     text = whole.ranks[0].source.replace("RANK, MESH = 0", "RANK, MESH = 2")
-    with pytest.raises(VerificationError, match="rule (outputs|values|text): rank 2"):
+    with pytest.raises(VerificationError, match=r"rule (outputs|values|text): rank 2"):
         verify(replace(whole, ranks=(*whole.ranks[:2], replace(whole.ranks[2], source=text))))
 
 

@@ -18,12 +18,12 @@ from autopart.capture import NO_TARGET
 from autopart.cluster import Cluster
 from autopart.ir.action import Schedule
 from autopart.ir.mesh import Mesh
-from autopart.solver.request import Pinned
 from autopart.ir.plan import Plan
 from autopart.ir.program import Program
 from autopart.runtime import loading
 from autopart.runtime.construction import Construction
 from autopart.runtime.report import Report
+from autopart.solver.request import Pinned
 
 
 class Parallel(torch.nn.Module):

@@ -1,4 +1,4 @@
-"""Tensor placements in the order of processing: decided with the plan, found again for each program, checked by a gate."""
+"""Tensor placements in the order of processing: decided with a plan, found again for each program, and checked."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def _pin(value: object, dims: int, pattern: str) -> Pin:
         return Replicate()
     if kind != "Shard" or not isinstance(dim := getattr(value, "dim", None), int):
         raise TypeError(
-            f"placement: {pattern!r} has {value!r}; parameters are autopart.Shard(dim) or autopart.Replicate() on an axis"
+            f"placement: {pattern!r} has {value!r}; on an axis it is autopart.Shard(dim) or autopart.Replicate()"
         )
     if not -dims <= dim < dims:
         raise ValueError(f"placement: {pattern!r} is to be split along dim {dim}, but it has {dims} dims")

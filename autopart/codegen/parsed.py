@@ -18,7 +18,7 @@ _WORD = re.compile(r"\w+")
 
 
 def _body_nodes(tree: ast.Module) -> Iterator[ast.FunctionDef]:
-    """The functions that compute: those that take ``b`` and ``B``, after the world if they need it, and the prologue."""
+    """The functions that compute: those that take ``b`` and ``B``, maybe after the world, and the prologue."""
     for node in tree.body:
         if isinstance(node, ast.FunctionDef):
             formals = [a.arg for a in node.args.args]

@@ -45,7 +45,7 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call of a body: the `function`, the compute action around it, what it was given, the line, its collectives."""
+    """One call of a body: the `function`, the action around it, what it was given, the line, its collectives."""
 
     function: str
     within: Action | None

@@ -114,7 +114,7 @@ class TensorPlan:
 
 
 def digest(body: Body) -> str:
-    """A hash of what a body computes, the same in every process; where it comes from in the user's files is left out."""
+    """A hash of what a body computes, the same in every process; where the user's code is does not count."""
     parts: list[object] = [body.saved]
     for function in (body.forward, body.backward):
         if function is not None:

@@ -18,7 +18,7 @@ KNOWN = (*COLLECTIVES, "all_to_all")
 
 
 Split = tuple[int, int, tuple[int, ...]]
-"""How a tensor is split: the dim, its runs of equal length, and the length in each run that every place has, in order."""
+"""How a tensor is split: the dim, its runs of equal length, and the length of each place's part of a run, in order."""
 
 
 def wire(collective: str, shape: Sequence[int], itemsize: int, what: Sequence[Any]) -> int:

@@ -34,7 +34,8 @@ def emit(
 ) -> Program:
     """The program. Raises VerificationError if a text does something else than was planned (a fault of autopart).
 
-    `others` are the steps of the further places of an axis inside segments, of whose first one `staged` is. What is found out about bodies on shapes is kept in `bodies`, which `verify` may be given too.
+    `others` are the steps of the further places of an axis inside segments, of whose first one `staged` is. What is
+    found out about bodies on shapes is kept in `bodies`, which `verify` may be given too.
     """
     captured, mesh = staged.segmented.captured, plan.mesh
     computed = {(action.stage, action.kind) for row in scheduled.table for action in row if action.kind in COMPUTE}

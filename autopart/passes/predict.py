@@ -183,7 +183,6 @@ def _buffers(staged: Staged, places: Sequence[int], column: int, degree: int) ->
 
 def _outputs(staged: Staged, ranks: int, shares: Shares) -> Calls:
     """What makes outputs whole: sums over the world; broadcasts of every data rank's piece to all ranks."""
-    captured = staged.segmented.captured
     values = staged.segmented.values()
     for out in outputs(staged):
         if out.partial:

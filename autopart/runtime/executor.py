@@ -24,7 +24,6 @@ from autopart.runtime.states import States
 from autopart.runtime.transport import Transport
 from autopart.runtime.world import World
 
-
 COUNTED = ("send", *COLLECTIVES)
 """The kinds of communication of which every report has an entry."""
 

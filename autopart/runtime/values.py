@@ -43,7 +43,7 @@ class ValueCollectives:
     ) -> torch.Tensor:
         """This place's piece along `dim` of the sum over the places."""
         group, most, rest = self._group(axis), max(pieces), x.shape[dim + 1 :].numel()
-        runs = x.reshape(-1, outer, sum(pieces), rest).split(list(pieces), dim=2)
+        runs = torch.split(x.reshape(-1, outer, sum(pieces), rest), list(pieces), dim=2)
         each = torch.stack([_padded(run, most) for run in runs])
         mine, own = self.transport.reduce_scatter(each.reshape(-1), group), pieces[self._place(axis)]
         piece = mine.view(each.shape[1:]).narrow(2, 0, own)

@@ -9,7 +9,6 @@ from autopart.cluster import Cluster
 from autopart.ir.action import Schedule
 from autopart.ir.cost import SegmentCost
 from autopart.ir.mesh import Mesh
-from autopart.ir.placement import Placement
 from autopart.ir.plan import Plan, Prediction, Stage, stage_ranks
 from autopart.ir.plan_text import format_bytes, format_seconds, spans
 from autopart.ir.tensor_plan import TensorPlan
