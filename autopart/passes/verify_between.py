@@ -127,7 +127,7 @@ def _check_meeting(texts: Sequence[Text], group: tuple[int, ...], meeting: Seque
 def _same(event: Event) -> tuple[object, ...]:
     """What all members of a group must have in common."""
     shapes = {"total": event.what[:1], "everywhere": event.what, "summed": event.what}.get(event.call, ())
-    return event.call, event.unit, event.axis, event.stages, event.buffers, shapes
+    return event.call, event.unit, event.together, event.axis, event.stages, event.buffers, shapes
 
 
 def ends(texts: Sequence[Text], meetings: Sequence[Meeting]) -> int:
