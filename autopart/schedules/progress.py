@@ -195,7 +195,7 @@ def _waits(rows: Rows, places: Places, peers: Mapping[Position, Position], excha
 
 
 def _sends_free(row: Sequence[Action], places: Places, *, streams: bool) -> Iterator[tuple[int, int]]:
-    """The (before, after) steps of a row of a row where only the stream of a pair, if it has one, waits for sends."""
+    """The (before, after) steps of a row where only the stream of a pair, if it has one, waits for sends."""
     held: int | None = None
     last: dict[int, int] = {}
     for step, action in enumerate(row):

@@ -9,7 +9,7 @@ from itertools import accumulate
 from math import lcm
 from types import MappingProxyType
 
-from autopart.ir.action import Action, Boundary, Kind, Schedule, Weights, stages_of
+from autopart.ir.action import ENDS, Action, Boundary, Kind, Schedule, Weights, stages_of
 from autopart.schedules import drawing
 from autopart.schedules.dependencies import Needs, dependencies
 from autopart.schedules.prices import Comm, Cost, links, prices
@@ -180,7 +180,7 @@ def _peak(schedule: Schedule, rank: int) -> float:
         return 0.0
     shares = [place.count(rank) * schedule.slices for place in schedule.places]
     whole = lcm(*(share for share in shares if share))
-    change = {Kind.F: 1, Kind.B: -1, Kind.W: -1}
+    change = {Kind.F: 1, **dict.fromkeys(ENDS, -1)}
     held = accumulate(change.get(part.kind, 0) * whole // shares[part.pipe] for part in parts)
     return max(held) / whole
 
