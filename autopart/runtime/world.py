@@ -55,8 +55,13 @@ class World:
         batch: Batch,
         *,
         hold: bool = False,
+        ended: Callable[[World], None] | None = None,
     ) -> None:
-        """With `hold`, reductions are noted in `held` rather than performed, until `release`."""
+        """With `hold`, reductions are noted in `held` rather than performed, until `release`.
+
+        `ended` is called once all gradients are there, before the rank meets all others for what the step leaves.
+        """
+        self._ended = ended
         self.held: list[Held] | None = [] if hold else None
         self.transport, self.mesh, self.place = transport, mesh, tuple(place)
         self.states, self.buffers, self.batch = states, Buffers(buffers), batch
@@ -213,6 +218,12 @@ class World:
                 self.all_reduce(reduction.units, axis=reduction.axis, stages=reduction.stages)
         self.wait()
 
+    def end(self) -> None:
+        """The actions are over and the gradients reduced: what comes now are outputs and buffers."""
+        ended, self._ended = self._ended, None
+        if ended is not None:
+            ended(self)
+
     def summed(self, value: torch.Tensor, *, axis: str) -> torch.Tensor:
         """The sum over an axis of what each rank computed from its own samples, on every rank of it."""
         whole = value.clone()
@@ -231,14 +242,17 @@ class World:
 
     def average_buffers(self, *names: str, axis: str) -> None:
         """Average updated buffers over an axis."""
+        self.end()
         self.buffers.average(names, self.transport, self._group(axis))
 
     def maximum_buffers(self, *names: str, axis: str) -> None:
         """Make updated buffers the largest over an axis, element by element."""
+        self.end()
         self.buffers.maximum(names, self.transport, self._group(axis))
 
     def broadcast_buffers(self, *names: str, stage: int) -> None:
         """Give every stage the updated buffers of one, within each part of the batch."""
+        self.end()
         self.buffers.broadcast(names, self.transport, self._rank_of(stage), self._group("pp"))
 
     # Stage to stage
@@ -261,6 +275,7 @@ class World:
 
     def total(self, parts: Sequence[torch.Tensor], *, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """The sum over microbatches and over the whole world, on every rank."""
+        self.end()
         total = torch.zeros(shape, dtype=dtype, device=self.transport.device)
         for part in parts:
             total = total + part
@@ -281,6 +296,7 @@ class World:
         like: Callable[[int], tuple[tuple[int, ...], torch.dtype]],
     ) -> torch.Tensor:
         """The whole output on every rank: the data ranks of its stage broadcast their pieces, joined along `dim`."""
+        self.end()
         mine = self.joined(parts, dim=dim) if parts is not None else None
         degree = self.mesh.degree("dp")
         received = []
