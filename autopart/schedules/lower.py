@@ -15,6 +15,7 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from operator import itemgetter
 
 from autopart.ir.action import SHARED, Action, Kind, Schedule, Scheduled
@@ -27,9 +28,6 @@ MADE = frozenset({Kind.F, Kind.B, Kind.I})
 
 Ends = Sequence[Sequence[float]]
 """When each action ends, row by row."""
-
-Slotted = tuple[int, Action]
-"""A SEND or RECV, and the step of the row before which it must stand."""
 
 
 def lower(schedule: Schedule, edges: Edges) -> Scheduled:
@@ -51,17 +49,20 @@ def lower(schedule: Schedule, edges: Edges) -> Scheduled:
         found = replace(found, needs=needs, intervals=run_time(schedule.table, needs, cost=unit_cost))
     ends = [[end for _, end in times] for times in found.intervals]
     waits = _waits(found, ends) if schedule.barriers else {}
-    transfers: list[list[Slotted]] = [[] for _ in schedule.table]
+    transfers: list[list[Action]] = [[] for _ in schedule.table]
+    slots: list[list[int]] = [[] for _ in schedule.table]  # before which step of the row each must stand, at the latest
     for need, number in _crossings(found, ends):
         producer, consumer = found.parts[need], found.parts[number]
         (source, made), (target, slot) = found.positions[need], found.positions[number]
         which = (producer.microbatch, producer.slice, producer.pipe)
-        transfers[source].append((made + 1, Action(Kind.SEND, producer.stage, *which, peer=consumer.stage)))
+        transfers[source].append(Action(Kind.SEND, producer.stage, *which, consumer.stage))
+        slots[source].append(made + 1)
         if target in waits:
             held = bisect_right(waits[target], ends[source][made], key=itemgetter(1))
             slot = min([slot, *(at for at, _ in waits[target][held : held + 1])])
-        transfers[target].append((slot, Action(Kind.RECV, consumer.stage, *which, peer=producer.stage)))
-    return Scheduled(schedule, tuple(map(_merge, schedule.table, transfers)))
+        transfers[target].append(Action(Kind.RECV, consumer.stage, *which, producer.stage))
+        slots[target].append(slot)
+    return Scheduled(schedule, tuple(map(_merge, schedule.table, transfers, slots)))
 
 
 def _waits(found: Examined, ends: Ends) -> dict[int, list[tuple[int, float]]]:
@@ -100,14 +101,12 @@ def _crossings(found: Examined, ends: Ends) -> Iterator[tuple[int, int]]:
     return ((need, number) for *_, number, need in crossings)
 
 
-def _merge(row: Sequence[Action], transfers: Sequence[Slotted]) -> tuple[Action, ...]:
-    """The row with its transfers in the order given, each as late as its step and those after it allow."""
-    slots = [step for step, _ in transfers]
-    for index in reversed(range(len(slots) - 1)):
-        slots[index] = min(slots[index], slots[index + 1])
+def _merge(row: Sequence[Action], transfers: Sequence[Action], slots: Sequence[int]) -> tuple[Action, ...]:
+    """The row with its transfers in the order given, each as late as its slot and those after it allow."""
+    latest = [*accumulate(reversed(slots), min)][::-1]
     merged: list[Action] = []
     done = 0
-    for slot, (_, transfer) in zip(slots, transfers, strict=True):
+    for slot, transfer in zip(latest, transfers, strict=True):
         merged += row[done:slot]
         merged.append(transfer)
         done = slot
