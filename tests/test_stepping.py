@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -137,6 +138,14 @@ PLACES: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
+@functools.cache
+def planned(place: str, tied: bool = False) -> dict[str, Any]:
+    """The program of a place, made once for all ranks and tests."""
+    model = net(tied)
+    plan = autopart.plan(model, batch(0), capture="direct", **PLACES[place][1])
+    return {"plan": autopart.compile(model, plan, batch(0), capture="direct")}
+
+
 @pytest.mark.parametrize(
     ("place", "optimizer", "bound", "tied"),
     [
@@ -151,9 +160,8 @@ PLACES: dict[str, tuple[int, dict[str, Any]]] = {
     ],
 )
 def test_trains_as_one_device(place: str, optimizer: str, bound: float | None, tied: bool) -> None:
-    ranks, pins = PLACES[place]
-    expected = eager(optimizer, bound, tied)
-    found = LocalWorld(ranks).run(lambda rank: trained(pins, optimizer, bound, tied))
+    pins, expected = planned(place, tied), eager(optimizer, bound, tied)
+    found = LocalWorld(PLACES[place][0]).run(lambda rank: trained(pins, optimizer, bound, tied))
     for mine, _ in found:
         assert_same(mine, expected)
     # The first pipeline rank knows nothing of the others: it is wrong wherever they change the step, unless it has the
@@ -182,7 +190,8 @@ def test_the_same_on_processes() -> None:
 
 def test_a_step_that_is_not_undone_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(post_validation.Before, "restore", lambda self: None)
-    for mine, _ in LocalWorld(2).run(lambda rank: trained(PLACES["zb-h1 on 2"][1], "adamw", BOUND)):
+    pins = planned("zb-h1 on 2")
+    for mine, _ in LocalWorld(2).run(lambda rank: trained(pins, "adamw", BOUND)):
         with pytest.raises(AssertionError):
             assert_same(mine, eager("adamw", BOUND))
 
@@ -192,8 +201,10 @@ def test_every_rank_steps_before_the_norm_is_known(monkeypatch: pytest.MonkeyPat
     original = clipping.norm_of
     monkeypatch.setattr(clipping, "norm_of", lambda pairs: events.append("norm") or original(pairs))
 
+    pins = planned("zb-h1 on 2")
+
     def body(rank: int) -> None:
-        model = autopart.parallelize(net(), capture="direct", verify=False, **PLACES["zb-h1 on 2"][1])
+        model = autopart.parallelize(net(), capture="direct", verify=False, **pins)
         optimizer = torch.optim.SGD(moving(model), lr=1e-2)
         optimizer.register_step_pre_hook(lambda *_: events.append("step"))
         step = autopart.post_validated(optimizer, model, max_norm=BOUND)
@@ -207,8 +218,10 @@ def test_a_call_that_fails_leaves_everything_as_it_was(monkeypatch: pytest.Monke
     def failing(pairs: Any) -> torch.Tensor:
         raise RuntimeError("the network is gone")
 
+    pins = planned("zb-h1 on 2")
+
     def body(rank: int) -> None:
-        model = autopart.parallelize(net(), capture="direct", verify=False, **PLACES["zb-h1 on 2"][1])
+        model = autopart.parallelize(net(), capture="direct", verify=False, **pins)
         optimizer = torch.optim.AdamW(moving(model), lr=1e-2)
         step = autopart.post_validated(optimizer, model, max_norm=BOUND)
         step(*batch(0))
@@ -300,8 +313,10 @@ def test_calls_that_are_refused_change_nothing() -> None:
 
 
 def test_an_optimizer_that_needs_more_than_a_rank_has() -> None:
+    pins = planned("zb-h1 on 2")
+
     def body(rank: int) -> None:
-        model = autopart.parallelize(net(), capture="direct", verify=False, **PLACES["zb-h1 on 2"][1])
+        model = autopart.parallelize(net(), capture="direct", verify=False, **pins)
         before = model.local_state_dict()["layers.0.weight"].clone()
         step = autopart.post_validated(Together(moving(model), lr=0.1), model)
         with pytest.raises(ValueError, match="optimizer: Together may look at more than single elements"):

@@ -109,9 +109,9 @@ class PostValidated:
         """Make the steps of all ranks what the norm of all gradients asks for. Collective."""
         ahead = self._ahead or Ahead(step.gradients())
         self.norm = clipping.norm_of(ahead.pairs)
+        self._ahead = None  # from here on a failure is that of the one step
         self.stepped = factor_of(self.norm, self.max_norm) is not None
         self.undone = settle(self.optimizer, ahead, self.norm, self.max_norm)
-        self._ahead = None
 
 
 _UNTRAINED = "trains nothing: call model.train(), with grad enabled and parameters that require it"

@@ -98,7 +98,11 @@ def step_ahead(optimizer: torch.optim.Optimizer, pairs: Pairs, norm: torch.Tenso
         return Ahead(pairs)
     _clipped(pairs, factor)
     before = Before.of(optimizer)
-    optimizer.step()
+    try:
+        optimizer.step()
+    except BaseException:
+        before.restore()
+        raise
     return Ahead(pairs, factor, before)
 
 
