@@ -63,29 +63,34 @@ def test_as_short_as_the_shortest_of_all_schedules(seed: int) -> None:
         assert found.certificate.startswith("optimal") and found.gap == pytest.approx(0)
 
 
-def compared(seed: int, count: int, sizes: tuple[int, ...], slack: float) -> None:
-    """The search finds what z3 proves to be the best, or something longer by no more than `slack`."""
-    rng = random.Random(seed)
+def compared(seed: int, count: int, sizes: tuple[int, ...], slack: float) -> int:
+    """The search finds what z3 proves to be the best, or something longer by no more than `slack`.
+
+    Returns how often z3 was asked: where the lower bound is reached, there is nothing to compare.
+    """
+    rng, asked = random.Random(seed), 0
     for _ in range(count):
         p, m = rng.choice([2, 3, 4]), rng.choice(sizes)
         costs, comm = drawn(rng, p), rng.choice([0, 0, 1, 2])
         limit, optimizer = rng.choice([1, p, p + 1, 2 * p - 1, None]), rng.choice(["barrier", "per-rank"])
         searched = auto(p, m, costs, comm, limit, optimizer)
         if searched.certificate.startswith("not proven"):
+            asked += 1
             proven = auto(p, m, costs, comm, limit, optimizer, prove=True)
             assert proven.certificate.startswith("optimal"), (p, m, costs, comm, limit, optimizer)
             most = proven.length * (1 + slack)
             assert searched.bound <= proven.length <= searched.length <= most, (p, m, costs, comm, limit, optimizer)
+    return asked
 
 
 def test_search_finds_what_z3_proves() -> None:
-    compared(0, 12, (2, 3, 4), 0.0)
+    assert compared(11, 12, (2, 3, 4), 0.0) > 0
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("seed", range(1, 6))
+@pytest.mark.parametrize("seed", (4, 5, 7, 8))
 def test_search_finds_what_z3_proves_of_larger_ones(seed: int) -> None:
-    compared(seed, 40, (2, 3, 4), 0.0)
+    assert compared(seed, 40, (2, 3, 4), 0.0) > 0
     compared(seed, 20, (6, 8), 0.02)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -17,6 +18,7 @@ from autopart.errors import VerificationError
 from autopart.ir.mesh import Mesh
 from autopart.ir.program import Program
 from autopart.ir.segmented import Segmented
+from autopart.ir.state import BUCKET
 from autopart.passes import emit as emitting
 from autopart.passes.schedule import schedule
 from autopart.passes.segment import segment
@@ -27,17 +29,23 @@ from tests.models import GPT, MODELS
 
 @cache
 def program(
-    name: str, mesh: tuple[tuple[str, int], ...], placement: str, microbatches: int, order: str = "1f1b"
+    name: str,
+    mesh: tuple[tuple[str, int], ...],
+    placement: str,
+    microbatches: int,
+    order: str = "1f1b",
+    bucket: int = BUCKET,
 ) -> Program:
     model, args, kwargs = MODELS[name]()
     segmented = segment(captured_step(model, read(model, args, kwargs), None, False, "direct"))
     pins = {"placement": placement, "microbatches": microbatches, "schedule": order}
     plan = solve(segmented, devices=Mesh(mesh).size, mesh=dict(mesh), **pins)
-    return lower(segmented, plan)
+    return lower(segmented, replace(plan, bucket=bucket))
 
 
 GOLDEN = {
-    "mlp_pp2_dp2_fsdp": ("mlp", (("pp", 2), ("dp", 2)), "fsdp", 3),
+    "mlp_pp2_dp2_fsdp": ("mlp", (("pp", 2), ("dp", 2)), "fsdp", 3, "1f1b", 0),
+    "mlp_dp2_fsdp": ("mlp", (("dp", 2),), "fsdp", 1),
     "gpt_pp2_ddp": ("gpt", (("pp", 2),), "ddp", 6),
     "half_frozen_dp2_zero1": ("half_frozen", (("dp", 2),), "zero1", 1),
     "mlp_pp2_zb_h1": ("mlp", (("pp", 2),), "ddp", 3, "zb-h1"),
@@ -103,7 +111,7 @@ def test_text_that_does_something_else_than_planned_is_not_handed_out(monkeypatc
     model, args, kwargs = MODELS["mlp"]()
     segmented = segment(captured_step(model, read(model, args, kwargs), None, False, "direct"))
     plan = solve(segmented, devices=2, mesh={"dp": 2}, microbatches=2, placement="ddp")
-    staged = split(shard(segmented), plan)
+    staged = split(shard(segmented), replace(plan, bucket=0))
     scheduled = schedule(staged, plan)
 
     def wrong(*args: Any) -> list[str]:

@@ -120,13 +120,19 @@ def whole_grads(step: int) -> dict[str, torch.Tensor]:
     return {name: torch.randn(p.shape, generator=generator, dtype=p.dtype) for name, p in named.items()}
 
 
+def give(model: Any, grads: dict[str, torch.Tensor]) -> None:
+    """Every rank's part of whole gradients, as a step leaves them."""
+    holder = model._autopart.holder(model) if hasattr(model, "_autopart") else None
+    for name, grad in grads.items():
+        mine = grad if holder is None else holder.slot(name).elements.of(grad)
+        model.get_parameter(name).grad = mine.clone()
+
+
 def train(model: Any, optimizer: torch.optim.Optimizer, first: int, last: int) -> list[torch.Tensor]:
     """Steps with given gradients, clipped; their norms."""
-    holder, norms = model._autopart.holder(model) if hasattr(model, "_autopart") else None, []
+    norms = []
     for step in range(first, last):
-        for name, grad in whole_grads(step).items():
-            parameter = model.get_parameter(name)
-            parameter.grad = grad if holder is None else holder.slot(name).elements.of(grad).clone()
+        give(model, whole_grads(step))
         norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5))
         optimizer.step()
     return norms
@@ -271,6 +277,24 @@ def test_a_split_parameter_lives_as_one_that_is_not(plan: str) -> None:
     assert sum(out["elements"] for out in ranks) == sum(p.numel() for p in net().parameters())
 
 
+def overflowing(rank: int, plan: str) -> tuple[dict[str, Any], float]:
+    model = placed(parallel(plan), plan)
+    grads = whole_grads(0)
+    grads["down.weight"][0, -1] = float("inf")  # at one place of the last stage
+    give(model, grads)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    scaler.scale(torch.zeros(()))
+    scaler.step(adamw(model))
+    scaler.update()
+    return model.state_dict(), scaler.get_scale()
+
+
+def test_all_places_skip_a_step_whose_gradient_overflows_at_one() -> None:
+    for weights, scale in run("pp2 tp2", overflowing):
+        close(weights, net().state_dict())
+        assert scale == 1.0
+
+
 # Checkpoints and files
 
 
@@ -381,8 +405,7 @@ def test_the_ranks_of_a_tied_unit_are_a_group_at_each_place() -> None:
 
 def refused(rank: int, plan: str, kind: Any) -> str:
     model = placed(parallel(plan), plan)
-    for name, grad in whole_grads(0).items():
-        model.get_parameter(name).grad = model._autopart.residence.slot(name).elements.of(grad).clone()
+    give(model, whole_grads(0))
     before = model.state_dict()
     with pytest.raises(ValueError) as caught:
         kind([p for p in model.parameters() if p.ndim == 2 and p.requires_grad]).step()

@@ -27,7 +27,8 @@ def test_time_bubbles_peaks_and_messages(row):
     assert timeline.peak_activations == pytest.approx(row["peak"])
     lowered = lower(schedule, chain(schedule.stages))
     sends = sum(action.kind == "SEND" for line in lowered.table for action in line)
-    assert sends == row.get("sends", sends)
+    # The independent simulator counts no messages of `vocab`: an output and a gradient pass each boundary of stages.
+    assert sends == row.get("sends", 2 * row["microbatches"] * (row["ranks"] - 1))
     check(lowered.table, schedule.place, schedule.mirrors, schedule.barriers)
 
 
@@ -50,6 +51,8 @@ def test_slice_lengths(row):
 
 LARGE = {"paci": 248}  # steps come every 31 microbatches there
 
+SLOW = {"v1f1b": 93.5, "bitpipe": 135, "hanayo": 184.5}  # those that wait longer than GPipe; the last two are for m = p
+
 
 @pytest.mark.soak
 @pytest.mark.parametrize("name", [family.name for family in names()])
@@ -57,7 +60,9 @@ def test_every_family_is_checked_at_32_ranks_and_256_microbatches(name):
     schedule = build(name, ranks=32, microbatches=LARGE.get(name, 256))
     lowered = lower(schedule, chain(schedule.stages))
     check(lowered.table, schedule.place, schedule.mirrors, schedule.barriers)
-    assert simulate(schedule).flush_bubble >= -1e-6
+    timeline = simulate(schedule)
+    assert timeline.makespan - timeline.flush_bubble == pytest.approx(3 * schedule.microbatches)
+    assert timeline.flush_bubble <= SLOW.get(name, 3 * 31)
 
 
 @pytest.mark.parametrize("name", [family.name for family in names()])

@@ -113,10 +113,12 @@ SOAK = [
 ]
 
 
-def program(name: str, mesh: dict[str, int], placement: str, schedule: str, microbatches: int) -> Program:
+def program(
+    name: str, mesh: dict[str, int], placement: str, schedule: str, microbatches: int, **settings: Any
+) -> Program:
     pins: dict[str, Any] = {"mesh": mesh, "devices": Mesh.of(mesh).size, "placement": placement}
     plan = planned(captured(name), schedule=schedule, microbatches=microbatches, **pins)
-    return lower(segment(captured(name), cuts=plan.cuts), plan)
+    return lower(segment(captured(name), cuts=plan.cuts), replace(plan, **settings))
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,7 @@ from autopart.ir.plan import Plan, Prediction, Stage, StageMemory, stage_ranks
 from autopart.ir.program import Program
 from autopart.ir.segmented import Function, Halves
 from autopart.ir.staged import Staged
+from autopart.ir.state import BUCKET
 from autopart.passes.emit import emit
 from autopart.passes.predict import predict_memory
 from autopart.passes.recompute import recompute
@@ -90,9 +91,9 @@ def step_of(model: nn.Module, args: tuple[Any, ...], semantics: str = "exact") -
     return captured_step(model, read(model, args, {}), None, False, "direct", semantics)
 
 
-def program(captured: Captured, **pins: Any) -> Program:
+def program(captured: Captured, bucket: int = BUCKET, **pins: Any) -> Program:
     """The program of a training step."""
-    plan = plan_for(captured, **pins)
+    plan = replace(plan_for(captured, **pins), bucket=bucket)
     segmented = segment(captured, cuts=plan.cuts)
     return lower(segmented, predicted(segmented, plan))
 
@@ -536,7 +537,7 @@ def refused(made: Program, rank: int, edit: Callable[[str], str], pattern: str) 
 
 @cache
 def small(placement: str = "ddp", dp: int = 1) -> Program:
-    return pinned(("mlp", {"pp": 2, **({"dp": dp} if dp > 1 else {})}, "zb-h1", 2, placement))
+    return pinned(("mlp", {"pp": 2, **({"dp": dp} if dp > 1 else {})}, "zb-h1", 2, placement), bucket=0)
 
 
 def swapped(source: str, stage: int) -> str:

@@ -58,7 +58,9 @@ def captured(name: str, *, training: bool = True) -> Captured:
         return normalise(capture(module, call, route="direct"))
 
 
-def plan_for(step: Captured, mesh: Mesh, placement: str, name: str, microbatches: int, cuts: Sequence[str]) -> Plan:
+def plan_for(
+    step: Captured, mesh: Mesh, placement: str, name: str, microbatches: int, cuts: Sequence[str], bucket: int
+) -> Plan:
     names = [item.name for item in segment(step, cuts=cuts).segments]
     degree = mesh.degree("pp")
     starts = [0, *map(names.index, cuts)] if cuts else [round(i * len(names) / degree) for i in range(degree)]
@@ -77,6 +79,7 @@ def plan_for(step: Captured, mesh: Mesh, placement: str, name: str, microbatches
         optimality="",
         notes=(),
         fingerprint="",
+        bucket=bucket,
     )
 
 
@@ -90,9 +93,10 @@ def program(
     *,
     training: bool = True,
     cuts: tuple[str, ...] = (),
+    bucket: int = 0,
 ) -> Program:
     mesh, step = Mesh(axes), captured(name)
-    plan = plan_for(step, mesh, placement, schedule_name, microbatches, cuts)
+    plan = plan_for(step, mesh, placement, schedule_name, microbatches, cuts, bucket)
     staged = split(shard(segment(step, cuts=cuts)), plan)
     if not training:
         staged = split(shard(segment(captured(name, training=False), cuts=cuts)), plan, state=staged.state)
@@ -331,6 +335,44 @@ def test_faults_in_a_ddp_program(ranks: list[int], changes: list[tuple[str, str]
 )
 def test_faults_in_whole_groups(placement: str, changes: list[tuple[str, str]], message: str) -> None:
     refused(mlp(placement), {0: changes, 1: changes}, message)
+
+
+GATHER = '    world.all_gather(("layers.0", "layers.1"), axis="dp")\n'
+SCATTER = '    world.reduce_scatter(("layers.1", "layers.0"), axis="dp")\n'
+
+
+@pytest.mark.parametrize(
+    ("ranks", "changes", "message"),
+    [
+        ([0, 1], [(GATHER, "")], "'layers.0' is used and was not gathered"),
+        ([0, 1], [('*world.gathered("layers.1")', '*world.gathered("layers.0")')], "'layers.0' is used and was not"),
+        ([0, 1], [('gathered("layers.1")', 'parameters("layers.1")')], "'layers.1' is gathered and not used"),
+        ([0, 1], [(SCATTER, "")], "gradients of 'layers.1' are kept and not reduced"),
+        ([0, 1], [('    world.keep("layers.0", grads)\n', "")], 'gradients.*"layers.0" are added 0 times'),
+        ([0, 1], [('world.keep("layers.0"', 'world.keep("layers.1"')], "'layers.1' are kept again before they"),
+        (
+            [0],
+            [
+                (
+                    SCATTER,
+                    SCATTER.replace('("layers.1", "layers.0")', '"layers.1"') + SCATTER.replace('"layers.1", ', ""),
+                )
+            ],
+            "rule collectives: .*must call the same collectives",
+        ),
+    ],
+)
+def test_faults_where_units_travel_together(ranks: list[int], changes: list[tuple[str, str]], message: str) -> None:
+    whole = program("mlp", tuple(MLP.items()), "fsdp", bucket=4096)
+    verify(whole)
+    refused(whole, dict.fromkeys(ranks, changes), message)
+
+
+def test_accumulated_gradients_that_travel_together_are_reduced_once() -> None:
+    whole = program("mlp", tuple(MLP.items()), "ddp", bucket=4096)
+    verify(whole)
+    last = '    if last:\n        world.all_reduce(("layers.1", "layers.0"), axis="dp")\n'
+    refused(whole, {0: [(last, "")], 1: [(last, "")]}, '"layers.0" go through all_reduce over dp 0 times')
 
 
 TIED = '    world.all_reduce("wte.weight", axis="pp", stages=(0, 2))\n'

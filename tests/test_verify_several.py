@@ -15,7 +15,7 @@ from tests.test_verify import refused
 @cache
 def on_a_v(placement: str = "ddp") -> Program:
     """Stages 0 and 3, which share a parameter, on ranks 0 and 1; stages 1 and 2 on ranks 2 and 3."""
-    return program("mixed", {"pp": 2, "dp": 2}, placement, V, 3)
+    return program("mixed", {"pp": 2, "dp": 2}, placement, V, 3, bucket=0)
 
 
 def test_what_ranks_do_by_themselves_is_in_the_text() -> None:

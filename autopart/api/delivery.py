@@ -56,13 +56,13 @@ class Delivery:
         """Whether a training call now holds its reductions: under `no_sync`, and to go with those of such calls."""
         return self.waiting or self.unreduced.waits()
 
-    def returned(self, step: Step) -> Any:
-        """What the module's forward returns, of the step that ran in its place."""
+    def returned(self, step: Step, *, delivers: bool = True) -> Any:
+        """What the module's forward returns, of the step that ran in its place; its loss `delivers`, or is alone."""
         self.report, self.ran = step.report, (step.program, step.shares)
         captured, outputs = step.captured, step.outputs()
         if captured.deferred:
             outputs |= self._deferred(step)
-        elif captured.training:
+        elif captured.training and delivers:
             assert captured.loss is not None
             inputs = input_gradients(captured, step.call, step.results[0].outputs)
             outputs[captured.loss] = delivering(outputs[captured.loss], self._pairs(step, wait=self.waiting), inputs)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -30,6 +30,9 @@ from autopart.runtime.residence import Residence
 from autopart.runtime.transport import Transport
 from autopart.runtime.weights import Files
 
+if TYPE_CHECKING:
+    from autopart.api.stepping import PostValidated
+
 
 class Session:
     """State of one parallelised module: its world, its programs, where its parameters are, what is delivered next."""
@@ -51,6 +54,7 @@ class Session:
         self.at_placement: list[Callable[[], None]] = []  # what waits for parameters to become parts
         self.draws: Draws | None = None  # of the last training call
         self.delivery = Delivery()
+        self.stepping: PostValidated | None = None  # the optimizer that the program of a call is handed
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Session:
         """The session of a copy of the module: the same world, plan and programs, state of its own."""
@@ -82,14 +86,19 @@ class Session:
             seed, asked, known = self._agree(asked, made)
             with self.programs.undone_by_errors():
                 compiled = self._compiled(asked, made, known=known)
+                if self.stepping is not None:
+                    self.stepping.check(compiled.program, call)
         self._place(model, compiled.program, materials, call.device)
         counts = model.training and torch.is_grad_enabled()
         draws = following(self.draws, seed) if counts else self.draws or Draws(seed, 0)
         shares, hold = asked.shares(compiled.program.plan), self.delivery.holds
-        step = run_step(model, compiled, call, shares, draws, ranks, self.residence, hold=hold)
+        ended = self.stepping.begin(compiled.program, self.residence) if self.stepping is not None else None
+        step = run_step(model, compiled, call, shares, draws, ranks, self.residence, hold=hold, ended=ended)
         self.draws = draws if counts else self.draws
         step.write_buffers()
-        return self.delivery.returned(step)
+        if self.stepping is not None:
+            self.stepping.settle(step)
+        return self.delivery.returned(step, delivers=self.stepping is None)
 
     # The world
 

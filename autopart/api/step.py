@@ -20,6 +20,7 @@ from autopart.runtime.report import Report
 from autopart.runtime.residence import Residence
 from autopart.runtime.states import States, whole_gradients
 from autopart.runtime.transport import Transport
+from autopart.runtime.world import World
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -118,12 +119,13 @@ def run_step(
     residence: Residence | None,
     *,
     hold: bool,
+    ended: Callable[[World], None] | None = None,
 ) -> Step:
-    """Run a program on a call; with `hold`, reductions of gradients are held back."""
+    """Run a program on a call; with `hold`, reductions of gradients are held back. `ended` is as `Given` has it."""
     program = compiled.program
     buffers = dict(model.named_buffers(remove_duplicate=False))
     buffers |= {constant.name: constant.tensor for constant in program.captured.constants}
-    given = Given(dict(call.tensors), buffers, shares, draws, hold)
+    given = Given(dict(call.tensors), buffers, shares, draws, hold, ended)
     whole = {name: p.data for name, p in model.named_parameters(remove_duplicate=False)} if residence is None else {}
 
     def body(transport: Transport) -> StepResult:

@@ -13,21 +13,32 @@ from autopart.codegen.parsed import body_names, load
 from autopart.collectives import SCHEMAS
 from autopart.ir.action import Kind
 from autopart.ir.program import Program, StageGraphs
+from autopart.ir.state import Units
 
 
-def all_gather(world: Any, unit: str, axis: str, then: str) -> Sequence[torch.Tensor]:
-    """In a stage graph: gather a unit's whole parameters over an axis, and begin to gather those of `then`."""
-    return world.all_gather(unit, axis=axis, then=then)  # type: ignore[no-any-return]
+def all_gather(world: Any, units: Units, axis: str, then: Units) -> Sequence[torch.Tensor]:
+    """In a stage graph: gather whole parameters over an axis, and begin to gather those of the units `then`."""
+    return world.all_gather(units, axis=axis, then=then)  # type: ignore[no-any-return]
 
 
-def reduce_scatter(world: Any, unit: str, grads: Any, axis: str) -> None:
+def gathered(world: Any, unit: str) -> Sequence[torch.Tensor]:
+    """In a stage graph: the whole parameters of one of several units that were gathered."""
+    return world.gathered(unit)  # type: ignore[no-any-return]
+
+
+def keep(world: Any, unit: str, grads: Any) -> None:
+    """In a stage graph: keep gradients until those of other units are reduced with them."""
+    world.keep(unit, grads)
+
+
+def reduce_scatter(world: Any, units: Units, grads: Any, axis: str) -> None:
     """In a stage graph: sum gradients over an axis, each rank keeping its part."""
-    world.reduce_scatter(unit, grads, axis=axis)
+    world.reduce_scatter(units, grads, axis=axis)
 
 
-def all_reduce(world: Any, unit: str, axis: str) -> None:
-    """In a stage graph: sum a unit's accumulated gradients over an axis, on every rank."""
-    world.all_reduce(unit, axis=axis)
+def all_reduce(world: Any, units: Units, axis: str) -> None:
+    """In a stage graph: sum accumulated gradients over an axis, on every rank."""
+    world.all_reduce(units, axis=axis)
 
 
 def accumulate(world: Any, unit: str, grads: Any) -> None:
@@ -81,15 +92,24 @@ class _TracedWorld:
     def buffer(self, name: str) -> Any:
         return self._given(name)
 
-    def all_gather(self, unit: str, *, axis: str, then: str = "") -> tuple[Any, ...]:
-        gathered: Any = self._call(all_gather, unit, axis, then)
-        return tuple(gathered[i] for i in range(len(self.program.state.unit(unit).parameters)))
+    def all_gather(self, units: Units, *, axis: str, then: Units = ()) -> tuple[Any, ...]:
+        made: Any = self._call(all_gather, units, axis, then)
+        return self._parameters(units, made) if isinstance(units, str) else ()
 
-    def reduce_scatter(self, unit: str, grads: Any = None, *, axis: str) -> None:
-        self._call(reduce_scatter, unit, grads, axis)
+    def gathered(self, unit: str) -> tuple[Any, ...]:
+        return self._parameters(unit, self._call(gathered, unit))
 
-    def all_reduce(self, unit: str, *, axis: str) -> None:
-        self._call(all_reduce, unit, axis)
+    def _parameters(self, unit: str, whole: Any) -> tuple[Any, ...]:
+        return tuple(whole[i] for i in range(len(self.program.state.unit(unit).parameters)))
+
+    def keep(self, unit: str, grads: Any) -> None:
+        self._call(keep, unit, grads)
+
+    def reduce_scatter(self, units: Units, grads: Any = None, *, axis: str) -> None:
+        self._call(reduce_scatter, units, grads, axis)
+
+    def all_reduce(self, units: Units, *, axis: str) -> None:
+        self._call(all_reduce, units, axis)
 
     def accumulate(self, unit: str, grads: Any) -> None:
         self._call(accumulate, unit, grads)

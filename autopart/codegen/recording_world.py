@@ -18,7 +18,7 @@ from autopart.codegen.exchange import Exchange
 from autopart.codegen.shapes import Samples, Shape, Spec, joined, shown
 from autopart.ir.action import Action, Kind
 from autopart.ir.mesh import pieces
-from autopart.ir.state import State, Unit
+from autopart.ir.state import State, Unit, Units, names_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,8 @@ class Event:
     `call` is the method. `action` is what a schedule calls it, None for what schedules do not name (reading parameters,
     accumulating, making outputs whole); `within` is the compute action around it. `what` are the shapes sent, expected,
     accumulated or brought together; `axis` and `stages` say who takes part; `line` is the line of the text; `buffers`
-    are those that are updated or made one; `exchange` is a collective on values inside a body.
+    are those that are updated or made one; `exchange` is a collective on values inside a body. A collective that moves
+    several units is an event for each of them, which are `together`.
     """
 
     call: str
@@ -40,6 +41,7 @@ class Event:
     stages: tuple[int, ...] = ()
     line: int = 0
     buffers: tuple[str, ...] = ()
+    together: tuple[str, ...] = ()
     exchange: Exchange | None = None
 
 
@@ -143,7 +145,9 @@ class RecordingWorld:
     stores: list[RecordingStore] = field(default_factory=list)
     lists: list[tuple[int, list[Any]]] = field(default_factory=list)  # taken out of stores
     wholes: dict[str, tuple[Spec, ...]] = field(default_factory=dict)  # of units, as far as they were asked for
-    gathering: str = ""  # the unit that is being gathered ahead of its use
+    gathering: tuple[str, ...] = ()  # the units that are being gathered ahead of their use
+    gathered_here: list[str] = field(default_factory=list)  # those that are there, to be used
+    kept: dict[str, tuple[Spec | None, ...]] = field(default_factory=dict)  # gradients of a microbatch, by unit
     here: Action | None = None
     file: str = ""
     batch: RecordingBatch = field(default_factory=lambda: RecordingBatch({}, (), 0))
@@ -161,8 +165,10 @@ class RecordingWorld:
         self.here = Action(Kind(kind), stage, microbatch)
         self._add("action", self.here)
         yield
-        if self.gathering:
-            raise TypeError(f"{self.gathering!r} is gathered and not used")
+        if unused := (*self.gathering, *self.gathered_here):
+            raise TypeError(f"{unused[0]!r} is gathered and not used")
+        if self.kept:
+            raise TypeError(f"gradients of {next(iter(self.kept))!r} are kept and not reduced")
         self.here = None
 
     def parameters(self, unit: str) -> tuple[Spec, ...]:
@@ -170,37 +176,62 @@ class RecordingWorld:
         self._add("parameters", unit=unit)
         return self._whole(unit)
 
-    def all_gather(self, unit: str, *, axis: str, then: str = "") -> tuple[Spec, ...]:
-        """Gather a unit's parameters for one use, and begin to gather those of the unit `then`, which is used next."""
-        if self.gathering not in ("", unit):
-            raise TypeError(f"{unit!r} is gathered where {self.gathering!r} was begun to be")
-        if self.gathering:
-            self._add("gathered", unit=unit, axis=axis)
-        else:
-            self._collective("all_gather", Kind.GATHER, unit, axis)
-        if then:
-            self._collective("prefetch", Kind.GATHER, then, axis)
-        self.gathering = then
+    def all_gather(self, units: Units, *, axis: str, then: Units = ()) -> tuple[Spec, ...]:
+        """Gather parameters for one use, and begin to gather those of the units `then`, which are used next.
+
+        Those of one unit are returned; of several, each is asked for by `gathered`.
+        """
+        names, following = names_of(units), names_of(then)
+        if self.gathering not in ((), names):
+            asked, begun = (" and ".join(map(repr, each)) for each in (names, self.gathering))
+            raise TypeError(f"{asked} is gathered where {begun} was begun to be")
+        alone = isinstance(units, str)
+        if self.gathering and alone:
+            self._add("gathered", unit=names[0], axis=axis)
+        elif not self.gathering:
+            self._collective("all_gather" if alone else "prefetch", Kind.GATHER, names, axis)
+        if following:
+            self._collective("prefetch", Kind.GATHER, following, axis)
+        self.gathering = following
+        if alone:
+            return self._whole(names[0])
+        self.gathered_here += names
+        return ()
+
+    def gathered(self, unit: str) -> tuple[Spec, ...]:
+        """The parameters of one of several units that were gathered, for one use."""
+        if unit not in self.gathered_here:
+            raise TypeError(f"{unit!r} is used and was not gathered")
+        self.gathered_here.remove(unit)
+        self._add("gathered", unit=unit, axis="dp")
         return self._whole(unit)
 
     def regather(self, unit: str, *, axis: str) -> None:
         """Make a unit whole again after an optimizer step on parts."""
-        self._collective("regather", Kind.GATHER, unit, axis)
+        self._collective("regather", Kind.GATHER, (unit,), axis)
 
     def accumulate(self, unit: str, grads: Sequence[Spec | None]) -> None:
         """Add gradients to the unit's."""
         self._check(unit, grads)
         self._add("accumulate", unit=unit, what=tuple(grads))
 
-    def reduce_scatter(self, unit: str, grads: Sequence[Spec | None] | None = None, *, axis: str) -> None:
-        """Begin to reduce gradients to parts: `grads` if given, else those accumulated."""
-        if grads is not None:
-            self._check(unit, grads)
-        self._collective("reduce_scatter", Kind.REDUCE, unit, axis, what=tuple(grads or ()))
+    def keep(self, unit: str, grads: Sequence[Spec | None]) -> None:
+        """Keep gradients of this microbatch until those of other units can be reduced with them."""
+        self._check(unit, grads)
+        if unit in self.kept:
+            raise TypeError(f"gradients of {unit!r} are kept again before they were reduced")
+        self.kept[unit] = tuple(grads)
 
-    def all_reduce(self, unit: str, *, axis: str, stages: Sequence[int] = ()) -> None:
+    def reduce_scatter(self, units: Units, grads: Sequence[Spec | None] | None = None, *, axis: str) -> None:
+        """Begin to reduce gradients to parts: `grads` if given, else those kept, else those accumulated."""
+        names = names_of(units)
+        if grads is not None:
+            self.keep(names[0], grads)
+        self._collective("reduce_scatter", Kind.REDUCE, names, axis, what=[self.kept.pop(n, ()) for n in names])
+
+    def all_reduce(self, units: Units, *, axis: str, stages: Sequence[int] = ()) -> None:
         """Begin to reduce gradients, whole on every rank."""
-        self._collective("all_reduce", Kind.REDUCE, unit, axis, tuple(stages))
+        self._collective("all_reduce", Kind.REDUCE, names_of(units), axis, tuple(stages))
 
     def wait(self) -> None:
         """Wait for the reductions that were begun."""
@@ -334,15 +365,16 @@ class RecordingWorld:
         self,
         call: str,
         kind: Kind,
-        unit: str,
+        units: tuple[str, ...],
         axis: str,
         stages: tuple[int, ...] = (),
-        what: tuple[Spec | None, ...] = (),
+        what: Sequence[tuple[Spec | None, ...]] = (),
     ) -> None:
-        self._unit(unit)
         stage, microbatch = (self.here.stage, self.here.microbatch) if self.here is not None else (-1, -1)
-        action = Action(kind, stage, microbatch, unit=unit)
-        self._add(call, action, unit=unit, what=what, axis=axis, stages=stages)
+        for unit, given in zip(units, what or [()] * len(units), strict=True):
+            self._unit(unit)
+            action = Action(kind, stage, microbatch, unit=unit)
+            self._add(call, action, unit=unit, what=given, axis=axis, stages=stages, together=units)
 
     def _buffers(self, names: Sequence[str]) -> None:
         if unknown := [name for name in names if name not in self.buffers]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -57,6 +58,39 @@ def template(texts: Sequence[str], places: Sequence[int], variable: str = "i") -
             source = "{" + source + "}"
         made += [source, piece]
     return "".join(made)
+
+
+def listed(names: Sequence[str]) -> str:
+    """Source for a tuple of strings; three and more that differ in a number that counts up or down are one piece.
+
+    before: embed, h.0, h.1, h.2      after: ("embed", *(f"h.{i}" for i in range(3)))
+    """
+    pieces, position = [], 0
+    while position < len(names):
+        end, piece = position + 1, f'"{names[position]}"'
+        while end < len(names) and (longer := _counted(names[position : end + 1])) is not None:
+            end += 1
+            piece = longer if end - position > 2 else piece
+        if end - position < 3:
+            end, piece = position + 1, f'"{names[position]}"'
+        pieces.append(piece)
+        position = end
+    return f"({', '.join(pieces)}{',' * (len(pieces) == 1)})"
+
+
+def _counted(names: Sequence[str]) -> str | None:
+    """Names as one piece of a tuple, if their last number counts up or down by 1 and nothing else changes."""
+    numbers = [_NUMBER.findall(name) for name in names]
+    if not all(numbers):
+        return None
+    places = [int(found[-1]) for found in numbers]
+    step = places[1] - places[0]
+    text = template([f'"{name}"' for name in names], places) if abs(step) == 1 else None
+    if text is None or any(b - a != step for a, b in pairwise(places)):
+        return None
+    low, high = min(places), max(places) + 1
+    span = f"range({low}, {high})" if low else f"range({high})"
+    return f"*({text} for i in {span if step > 0 else f'reversed({span})'})"
 
 
 @dataclass(frozen=True, slots=True)

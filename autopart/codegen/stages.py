@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby, pairwise
+from itertools import pairwise
 
 from autopart.codegen.bodies import SUFFIX
 from autopart.codegen.functions import call, communicates, tuple_of
 from autopart.codegen.layout import Layout
+from autopart.codegen.moves import Lines, moves
+from autopart.codegen.moves import lines as lines_of
 from autopart.codegen.roll import template
 from autopart.ir.action import Kind
 from autopart.ir.captured import describe
@@ -30,7 +32,9 @@ class Use:
     gives: tuple[str, ...]  # values by global name
     variables: tuple[str, ...]  # a good name for each of them
     extra: tuple[str, ...]  # further results: the saved tuple, gradients of units
+    before: tuple[str, ...]  # lines before the call that are other calls' too
     after: tuple[str, ...]  # lines after the call
+    behind: tuple[str, ...]  # lines after the call that are other calls' too
     place: int  # the segment's own number in its name, if any
     first: tuple[str, ...] = ("b", "B")  # the arguments before all others
 
@@ -81,10 +85,8 @@ def function_of(
         return []
     completed = completed if any(item.phases[kind].gradients for item in rows) else {}
     taken, kept = stores_of(staged, stage, kind)
-    uses = [
-        _use(item, kind, names, degree, each, completed.get(item.segment.name, ()), taken, kept)
-        for item, each in zip(rows, _parameters(rows, kind, degree), strict=True)
-    ]
+    moved = lines_of(rows, kind, degree, moves(staged, stage, kind, degree, completed))
+    uses = [_use(item, kind, names, each, taken, kept) for item, each in zip(rows, moved, strict=True)]
     edges_in, edges_out = stage_edges(staged, stage, kind)
     results = stage_results(staged, stage, kind)
     writer = _Writer({}, frozenset([*(v.name for e in edges_out for v in e.values), *results]))
@@ -232,40 +234,23 @@ def _inputs(staged: Staged, uses: Sequence[Use], writer: _Writer) -> list[str]:
     return lines
 
 
-def _use(
-    item: Layout,
-    kind: Kind,
-    names: Mapping[object, str],
-    degree: int,
-    parameters: Sequence[str],
-    completed: Sequence[Unit],
-    taken: str,
-    kept: str,
-) -> Use:
+def _use(item: Layout, kind: Kind, names: Mapping[object, str], moved: Lines, taken: str, kept: str) -> Use:
     """A segment's call in a stage's function, which takes what was kept from the list `taken`, and keeps in `kept`."""
     segment, phase = item.segment, item.phases[kind]
     # What the forward saved is taken from its end; what one backward stashes, another takes in the same order.
     source = (f"*{taken}.pop({'0' * (taken == 'stash')})",) * bool(taken)
-    grads = [_numbered("grads", i, len(item.gradients)) for i in range(len(item.gradients) * bool(phase.gradients))]
     after = [f'world.update_buffer("{target}", updated[{i}])' for i, target in enumerate(phase.updates)]
     after += [f"{kept}.append(kept)"] * (phase.keeps is not None)
-    after += [
-        f'world.reduce_scatter("{unit.name}", {name}, axis="dp")'
-        if unit.reduced_at_once(degree)
-        else f'world.accumulate("{unit.name}", {name})'
-        for (unit, _), name in zip(item.gradients, grads, strict=False)
-    ]
-    for unit in completed:
-        call = "reduce_scatter" if unit.updated_in_parts(degree) else "all_reduce"
-        after += ["if last:", f'    world.{call}("{unit.name}", axis="dp")']
     return Use(
         name=f"{names[item.variant]}_{SUFFIX[kind]}",
         takes=phase.takes,
-        arguments=(*source, *_fixed(phase.fixed, item), *parameters),
+        arguments=(*source, *_fixed(phase.fixed, item), *moved.parameters),
         gives=phase.gives,
         variables=tuple(_result(segment, kind, i, len(phase.gives)) for i in range(len(phase.gives))),
-        extra=(*("updated",) * bool(phase.updates), *("kept",) * (phase.keeps is not None), *grads),
-        after=tuple(after),
+        extra=(*("updated",) * bool(phase.updates), *("kept",) * (phase.keeps is not None), *moved.gradients),
+        before=moved.before,
+        after=(*after, *moved.after),
+        behind=moved.behind,
         place=_place(segment.name),
         first=("world", "b", "B") if communicates(phase.function.nodes) else ("b", "B"),
     )
@@ -276,23 +261,6 @@ def _result(segment: Segment, kind: Kind, position: int, count: int) -> str:
     if kind is Kind.F:
         return _numbered(segment.name, position, count)
     return f"d_{segment.name}_{position}" if position else f"d_{segment.name}"
-
-
-def _parameters(layouts: Sequence[Layout], kind: Kind, degree: int) -> list[tuple[str, ...]]:
-    """The source of the parameters that each segment is given, in the order in which the segments are called.
-
-    Each gather names the one that is begun when it is done, to go on while the segment computes.
-    """
-    given = [[unit for unit, _ in item.given(kind)] for item in layouts]
-    following = iter([*[unit.name for units in given for unit in units if unit.gathered(degree)][1:], ""])
-
-    def source(unit: Unit) -> str:
-        if not unit.gathered(degree):
-            return f'*world.parameters("{unit.name}")'
-        then = next(following)
-        return f'*world.all_gather("{unit.name}", axis="dp"' + (f', then="{then}")' if then else ")")
-
-    return [tuple(source(unit) for unit in units) for units in given]
 
 
 def _fixed(names: Sequence[str], item: Layout) -> Iterator[str]:
@@ -309,8 +277,9 @@ def _place(name: str) -> int:
 
 
 def _write(uses: Sequence[Use], writer: _Writer) -> None:
-    for _, group in groupby(uses, key=lambda use: (use.name, len(use.takes), len(use.after))):
-        run = list(group)
+    for run in _runs(uses):
+        writer.lines += [f"    {line}" for line in run[0].before]
+        behind = run[-1].behind
         # The last of equal calls may differ in what it gathers next: then the loop is one round shorter.
         for looped in (run, run[:-1]):
             later = writer.needed | {name for use in uses[uses.index(run[0]) + len(looped) :] for name in use.takes}
@@ -319,6 +288,23 @@ def _write(uses: Sequence[Use], writer: _Writer) -> None:
                 break
         for use in run:
             _write_call(use, writer)
+        writer.lines += [f"    {line}" for line in behind]
+
+
+def _runs(uses: Sequence[Use]) -> Iterator[list[Use]]:
+    """Calls of one function in a row, with no line between them that several calls have in common."""
+    run: list[Use] = []
+    for use in uses:
+        if run and (_alike(use) != _alike(run[-1]) or use.before or run[-1].behind):
+            yield run
+            run = []
+        run.append(use)
+    if run:
+        yield run
+
+
+def _alike(use: Use) -> tuple[str, int, int]:
+    return use.name, len(use.takes), len(use.after)
 
 
 def _write_call(use: Use, writer: _Writer) -> None:

@@ -10,6 +10,7 @@ from autopart.ir import plan_text
 from autopart.ir.document import Document
 from autopart.ir.mesh import Mesh, pieces
 from autopart.ir.placement import Placement
+from autopart.ir.state import BUCKET
 from autopart.ir.tensor_plan import TensorPlan
 
 VERSION = 1
@@ -80,6 +81,7 @@ class Plan:
     fingerprint: str  # of the model that the plan was made for
     inputs: str = "global"  # what each rank passes: the whole batch, or ("local") the samples of its data rank
     mirrors: tuple[tuple[int, ...], ...] = ()  # of further copies of the model, the pp rank of each stage
+    bucket: int = BUCKET  # bytes up to which parameters and gradients of layers in a row travel together
     tensor: TensorPlan | None = None  # what is split inside segments, where the mesh has an axis for that
 
     def __post_init__(self) -> None:

@@ -8,7 +8,7 @@ padded to the longest one.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -16,6 +16,9 @@ import torch
 
 from autopart.ir.elements import Elements
 from autopart.ir.placement import Modes
+
+BUCKET = 4 * 2**20
+"""Bytes: a layer of width 600 in float32, about where a collective costs what it moves rather than that it is one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,12 +176,25 @@ class Unit:
         return self.gathered(parts) or self.updated_in_parts(parts)
 
 
+Units = str | Sequence[str]
+"""The name of a unit, or those of several that travel together."""
+
+
+def names_of(units: Units) -> tuple[str, ...]:
+    """The names of one unit or of several."""
+    return (units,) if isinstance(units, str) else tuple(units)
+
+
 @dataclass(frozen=True, slots=True)
 class State:
-    """The state part of a program: every unit, and which tensors are read-only beside them."""
+    """The state part of a program: every unit, and which tensors are read-only beside them.
+
+    Units that segments use one after the other travel together, up to `bucket` bytes.
+    """
 
     units: tuple[Unit, ...]
     buffers: tuple[str, ...]
+    bucket: int = BUCKET
 
     def unit(self, name: str) -> Unit:
         """The unit of a name."""

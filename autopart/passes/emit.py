@@ -40,13 +40,13 @@ def emit(
     captured, mesh = staged.segmented.captured, plan.mesh
     computed = {(action.stage, action.kind) for row in scheduled.table for action in row if action.kind in COMPUTE}
     assert all(kind in staged.kinds(stage) for stage, kind in computed), "backwards are cut as the schedule has them"
-    planned = with_collectives(staged, scheduled, mesh.degree("dp"))
     bodies = bodies or Bodies()
     ranks, places = [], (staged, *others)
+    planned = [with_collectives(each, scheduled, mesh.degree("dp")) for each in places]
     for rank, text in enumerate(sources(places, scheduled, plan)):
-        state = places[plan.place_inside(rank)].state
-        actions = observe(text, rank, captured, state, plan, plan.batch, bodies).actions
-        expected = planned[mesh.coordinate(rank).get("pp", 0)]
+        place = plan.place_inside(rank)
+        actions = observe(text, rank, captured, places[place].state, plan, plan.batch, bodies).actions
+        expected = planned[place][mesh.coordinate(rank).get("pp", 0)]
         if actions != expected:
             at = next((i for i, (a, b) in enumerate(zip(actions, expected, strict=False)) if a != b), len(expected))
             raise VerificationError(

@@ -15,6 +15,7 @@ from math import ceil
 import torch
 
 from autopart.codegen.exchange import exchanges
+from autopart.codegen.moves import Bucket, Moves, moves
 from autopart.codegen.stages import reads_prologue
 from autopart.codegen.step import outputs
 from autopart.ir.action import COMPUTE, ENDS, Action, Kind, Scheduled, stages_of
@@ -22,7 +23,7 @@ from autopart.ir.cost import OPTIMIZER_RATIO
 from autopart.ir.mesh import pieces
 from autopart.ir.plan import Plan, StageMemory
 from autopart.ir.staged import Staged, averaged
-from autopart.ir.state import Unit, used_units
+from autopart.ir.state import Unit
 from autopart.ir.traffic import COLLECTIVES, sent_bytes
 from autopart.passes.activations import peak_activations
 from autopart.passes.costs import recomputed
@@ -135,10 +136,14 @@ def _each_microbatch(row: Iterable[Action], wires: Mapping[str, int], degree: in
         yield kinds[kind], wires[unit], degree, times
 
 
-def _completed(staged: Staged, scheduled: Scheduled, stages: Sequence[int], degree: int) -> list[Unit]:
-    """The units of a rank's stages whose accumulated gradients are reduced on dp, each once."""
-    rows = [staged.completed(stage, degree, scheduled.unfinished(stage)) for stage in stages]
-    return [unit for row in rows for units in row.values() for unit in units]
+def _completed(staged: Staged, scheduled: Scheduled, stages: Sequence[int], degree: int) -> list[Bucket]:
+    """What travels together of the accumulated gradients of a rank's stages that are reduced on dp, each unit once."""
+    found = []
+    for stage in stages:
+        completed = staged.completed(stage, degree, scheduled.unfinished(stage))
+        rows = moves(staged, stage, staged.kinds(stage)[-1], degree, completed)
+        found += [bucket for each in rows for bucket in each.reduces if not bucket[0].reduced_at_once(degree)]
+    return found
 
 
 def _once(
@@ -148,11 +153,11 @@ def _once(
     for unit in staged.state.on(column):
         if unit.updated_in_parts(degree):
             yield "all_gather", wires[unit.name], degree, 1
-    for unit in _completed(staged, scheduled, stages, degree):
-        if unit.updated_in_parts(degree):
-            yield "reduce_scatter", wires[unit.name], degree, 1
+    for bucket in _completed(staged, scheduled, stages, degree):
+        if bucket[0].updated_in_parts(degree):
+            yield "reduce_scatter", sum(wires[unit.name] for unit in bucket), degree, 1
         else:
-            yield "all_reduce", unit.nbytes, degree, 1
+            yield "all_reduce", sum(unit.nbytes for unit in bucket), degree, 1
 
 
 def _counts(staged: Staged, degree: int) -> Calls:
@@ -235,25 +240,40 @@ def _rank_memory(staged: Staged, scheduled: Scheduled, plan: Plan, column: int, 
 
 
 def _transient(staged: Staged, scheduled: Scheduled, column: int, degree: int) -> int:
-    """Parameters gathered for a segment, and for the next that gathers any; whole gradients of two units on their way.
+    """Parameters gathered for a segment, and those that travel next; whole gradients of two buckets on their way.
 
-    Two units that are reduced follow each other within a microbatch, or from the end of a backward to the beginning of
-    the rank's next one.
+    Two buckets that are reduced follow each other within a microbatch, or from the end of a backward to the beginning
+    of the rank's next one.
     """
     if degree == 1:
         return 0
-    homes, ahead = staged.state.homes(), 0
-    reduced: dict[int, list[int]] = {}
+    ahead, reduced = 0, {}
     for stage in stages_of(scheduled.schedule.place, column):
-        used = [used_units(segment.parameters, homes) for segment in staged.stages[stage]]
-        gathered = [sum(u.wire_bytes(degree) for u in row if u.gathered(degree)) for row in used]
-        reduced[stage] = [u.wire_bytes(degree) for row in reversed(used) for u in row if u.reduced_at_once(degree)]
-        ahead = max([ahead, *(a + b for a, b in pairwise([*filter(None, gathered), 0]))])
+        for kind in staged.kinds(stage):
+            rows = moves(staged, stage, kind, degree, {})
+            ahead = max(ahead, _gathered(rows, degree))
+            reduced[stage] = [_wire(bucket, degree) for each in rows for bucket in each.reduces]
     order = [action.stage for action in scheduled.table[column] if action.kind in ENDS]
     on_the_way = [size for stage in order for size in reduced[stage]]
     return ahead + max((a + b for a, b in pairwise([*on_the_way, 0])), default=0)
 
 
-def _padding(completed: Sequence[Unit], degree: int) -> int:
+def _gathered(rows: Sequence[Moves], degree: int) -> int:
+    """The most that is gathered at once in an action: for a segment, and what is begun to be gathered meanwhile."""
+    most = here = 0
+    for each in rows:
+        here += sum(_wire(bucket, degree) for bucket, _ in each.gathers)
+        begun = _wire(each.gathers[-1][1], degree) if each.gathers else 0
+        most = max(most, here + begun)
+        here -= sum(_wire(bucket, degree) for bucket in each.drops)
+    return most
+
+
+def _wire(bucket: Bucket, degree: int) -> int:
+    return sum(unit.wire_bytes(degree) for unit in bucket)
+
+
+def _padding(completed: Sequence[Bucket], degree: int) -> int:
     """Bytes on the wire beyond the gradients themselves, of those that are reduced to parts once a step."""
-    return sum(unit.wire_bytes(degree) - unit.nbytes for unit in completed if unit.updated_in_parts(degree))
+    units = [unit for bucket in completed for unit in bucket if unit.updated_in_parts(degree)]
+    return sum(unit.wire_bytes(degree) - unit.nbytes for unit in units)

@@ -10,11 +10,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from autopart import schedules
+from autopart.codegen.moves import moves
 from autopart.ir import plan_text
 from autopart.ir.action import ENDS, Action, Kind, Schedule, Scheduled
 from autopart.ir.plan import Plan
 from autopart.ir.staged import Staged
-from autopart.ir.state import Unit, used_units
+from autopart.ir.state import Unit
 from autopart.schedules import placed
 from autopart.schedules.spell import AUTO, is_table
 
@@ -110,7 +111,6 @@ def with_collectives(staged: Staged, scheduled: Scheduled, degree: int) -> tuple
 
     Those of a compute action follow it; those of the step as a whole have stage and microbatch -1.
     """
-    homes = staged.state.homes()
     rows = []
     completed = [
         staged.completed(stage, degree, scheduled.unfinished(stage)) for stage in range(scheduled.schedule.stages)
@@ -125,7 +125,7 @@ def with_collectives(staged: Staged, scheduled: Scheduled, degree: int) -> tuple
             key = action.stage, action.kind, last
             if key not in known:
                 done = completed[action.stage] if last else {}
-                known[key] = tuple(_inside(staged, action.stage, action.kind, homes, degree, done))
+                known[key] = tuple(_inside(staged, action.stage, action.kind, degree, done))
             made.append(action)
             made += [Action(kind, action.stage, action.microbatch, unit=name) for kind, name in known[key]]
         made += [Action(Kind.REDUCE, -1, -1, unit=unit.name) for unit in staged.shared(column)]
@@ -137,28 +137,15 @@ def _inside(
     staged: Staged,
     stage: int,
     kind: Kind,
-    homes: Mapping[str, Unit],
     degree: int,
     completed: Mapping[str, tuple[Unit, ...]],
 ) -> Iterator[tuple[Kind, str]]:
     """The GATHERs and REDUCEs of an action, by unit, `completed` being the units that it completes, by segment."""
     if kind not in staged.kinds(stage):
         return
-    phases = staged.phases(stage, kind)
-    used = [used_units(segment.parameters, homes) for segment, _ in phases]
-    gathered = [
-        [unit for unit in units if unit.gathered(degree) and unit.holds(phase.reads)]
-        for (_, phase), units in zip(phases, used, strict=True)
-    ]
-    gathers = [unit.name for units in gathered for unit in units]
-    done = 0  # gathers that were begun: with the first use of all the next one too, and so on
-    for (segment, phase), units, read in zip(phases, used, gathered, strict=True):
-        for _ in read:
-            ahead = gathers[done : done + 1 + (done == 0)]
-            done += len(ahead)
-            yield from ((Kind.GATHER, name) for name in ahead)
-        if phase.gradients:
-            graded = {unit.name for unit in used_units(phase.gradients, homes)}
-            reduced = [unit for unit in units if unit.name in graded and unit.reduced_at_once(degree)]
-            reduced += completed.get(segment.name, ())
-            yield from ((Kind.REDUCE, unit.name) for unit in reduced)
+    started = False
+    for each in moves(staged, stage, kind, degree, completed):
+        for bucket, then in each.gathers:  # each was begun with the one before it, but for the first
+            yield from ((Kind.GATHER, unit.name) for unit in (*(() if started else bucket), *then))
+            started = True
+        yield from ((Kind.REDUCE, unit.name) for bucket in each.reduces for unit in bucket)

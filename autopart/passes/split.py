@@ -131,7 +131,7 @@ def place(segmented: Segmented, stages: Sequence[Sequence[Segment]], plan: Plan)
         holders = tuple(s for s in range(len(places)) if s % len(stages) in first)
         columns = tuple(sorted({places[number] for number in holders}))
         units.append(Unit(name, parameters, kind.trainable, kind.modes, holders, columns))
-    return State(tuple(units), tuple(item.target for item in captured.of_kind("buffer", "constant")))
+    return State(tuple(units), tuple(item.target for item in captured.of_kind("buffer", "constant")), plan.bucket)
 
 
 def _check_holders(stages: Sequence[Sequence[Segment]], state: State) -> None:

@@ -130,7 +130,7 @@ def _same(event: Event) -> tuple[object, ...]:
     """What all members of a group must have in common."""
     shapes = {"total": event.what[:1], "everywhere": event.what, "summed": event.what}.get(event.call, ())
     exchanged = event.exchange.same() if event.exchange is not None else ()
-    return event.call, event.unit, event.axis, event.stages, event.buffers, shapes, exchanged
+    return event.call, event.unit, event.together, event.axis, event.stages, event.buffers, shapes, exchanged
 
 
 def ends(texts: Sequence[Text], meetings: Sequence[Meeting]) -> int:

@@ -9,6 +9,7 @@ from typing import Any, cast
 import torch
 
 from autopart.runtime import unreduced
+from autopart.runtime.autograd import Pairs
 from autopart.runtime.holders import holders_of
 from autopart.runtime.residence import Residence
 
@@ -45,6 +46,22 @@ def total_norm(original: Any, tensors: Any, norm_type: float = 2.0, *rest: Any, 
     norm = _total(list(zip(tensors, held, strict=True)), tensors, norm_type)
     _raise_nonfinite(norm, norm_type, rest[0] if rest else more.get("error_if_nonfinite", False))
     return norm
+
+
+def norm_of(pairs: Pairs) -> torch.Tensor:
+    """The 2-norm of the gradients of (parameter, gradient) pairs over the whole world, as `clip` finds it. Collective
+    where some are parts.
+    """
+    parameters = [parameter for parameter, _ in pairs]
+    gradients = [gradient for _, gradient in pairs]
+    return _total(list(zip(gradients, holders_of(parameters), strict=True)), parameters, 2.0)
+
+
+def norm_here(pairs: Pairs) -> torch.Tensor:
+    """What this rank contributes to that norm, in float64."""
+    held = holders_of(parameter for parameter, _ in pairs)
+    mine = zip(pairs, held, strict=True)
+    return _norm((gradient for (_, gradient), found in mine if found is None or found[0].counts(found[1])), 2.0)
 
 
 def _total(

@@ -66,7 +66,7 @@ class Given:
 
     `inputs` are by path in the call, `buffers` (and constants) by name; `shares` are the samples of each data rank. Its
     random numbers are those of `draws`. With `hold`, gradients stay as a rank made them: their reductions wait in the
-    result's world.
+    result's world. `ended` is called on a rank once its gradients are there, before it waits for the others.
     """
 
     inputs: Mapping[str, torch.Tensor]
@@ -74,6 +74,7 @@ class Given:
     shares: tuple[int, ...]
     draws: Draws
     hold: bool = False
+    ended: Callable[[World], None] | None = None
 
 
 def run(loaded: Loaded, transport: Transport, states: States, given: Given) -> StepResult:
@@ -84,7 +85,7 @@ def run(loaded: Loaded, transport: Transport, states: States, given: Given) -> S
     def result(outputs: Any, rest: Rest | None = None) -> StepResult:
         return StepResult(outputs, _report(loaded.program.plan, loaded.rank, sent, world), world, rest)
 
-    outputs = _counted(world, sent, lambda: loaded.namespace["step"](world, world.batch))
+    outputs = _counted(world, sent, lambda: _first(loaded, world))
     if not inspect.isgenerator(outputs):
         return result(outputs)
     waiting = outputs
@@ -116,7 +117,16 @@ def _world(loaded: Loaded, transport: Transport, states: States, given: Given) -
         given.draws,
         local=plan.inputs == "local",
     )
-    return World(transport, plan.mesh, namespace["PLACE"], states, given.buffers, batch, hold=given.hold)
+    held, ended = given.hold, given.ended
+    return World(transport, plan.mesh, namespace["PLACE"], states, given.buffers, batch, hold=held, ended=ended)
+
+
+def _first(loaded: Loaded, world: World) -> Any:
+    """What the text's step returns: the outputs, or the step itself where it waits for their gradients."""
+    outputs = loaded.namespace["step"](world, world.batch)
+    if not inspect.isgenerator(outputs):
+        world.end()
+    return outputs
 
 
 def _last(waiting: Any, tangents: Mapping[str, torch.Tensor]) -> Any:

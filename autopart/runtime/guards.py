@@ -34,7 +34,7 @@ def watch(holder: Residence | None = None) -> None:
     if holder is not None:
         holders.register(holder)
     if _torch.intercept_loops(clip=clipping.clip, norm=clipping.total_norm, unscale=scaling.unscale):
-        register_optimizer_step_pre_hook(_before_step)
+        register_optimizer_step_pre_hook(before_step)
 
 
 def scope(optimizer: torch.optim.Optimizer) -> str:
@@ -56,7 +56,8 @@ def scope(optimizer: torch.optim.Optimizer) -> str:
     return "tensor" if TENSORWISE & {base.__name__ for base in kind.__mro__} else "model"
 
 
-def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+def before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """What comes before every step; raises ValueError for one that would be wrong on parts."""
     parameters = optimizers.parameters_of(optimizer)
     unreduced.check(parameters, f"{type(optimizer).__name__}.step")
     looks_at = scope(optimizer)

@@ -51,13 +51,17 @@ class States:
         }
         return cls(state, mesh, rank, parts, here)
 
-    def packed(self, unit: Unit) -> torch.Tensor:
-        """This rank's parts of a unit, flat and padded."""
-        return flat((self.parts[p.target] for p in unit.parameters), unit.padded(self.degree))
+    def packed(self, units: Sequence[Unit]) -> torch.Tensor:
+        """This rank's parts of some units, flat, those of each padded."""
+        each = [flat((self.parts[p.target] for p in unit.parameters), unit.padded(self.degree)) for unit in units]
+        return each[0] if len(each) == 1 else torch.cat(each)
 
-    def unpacked(self, unit: Unit, gathered: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Whole parameters out of every data rank's packed parts."""
-        rows = gathered.view(self.degree, unit.padded(self.degree))
+    def unpacked(self, units: Sequence[Unit], gathered: torch.Tensor) -> list[tuple[torch.Tensor, ...]]:
+        """Whole parameters of each unit out of every data rank's packed parts."""
+        rows = torch.split(gathered.view(self.degree, -1), [unit.padded(self.degree) for unit in units], dim=1)
+        return [self._whole(unit, own) for unit, own in zip(units, rows, strict=True)]
+
+    def _whole(self, unit: Unit, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
         if all(p.shape and p.shape[0] % self.degree == 0 for p in unit.parameters):
             columns = torch.split(rows, [p.numel // self.degree for p in unit.parameters], dim=1)
             return tuple(c.reshape(p.shape) for c, p in zip(columns, unit.parameters, strict=True))
@@ -67,22 +71,28 @@ class States:
 
     def refill(self, unit: Unit, gathered: torch.Tensor) -> None:
         """Write every data rank's packed parts into the whole parameters that this rank keeps."""
-        for tensor, fresh in zip(self.whole[unit.name], self.unpacked(unit, gathered), strict=True):
+        for tensor, fresh in zip(self.whole[unit.name], self.unpacked([unit], gathered)[0], strict=True):
             tensor.copy_(fresh)
 
-    def scattered(self, unit: Unit, grads: Sequence[torch.Tensor | None]) -> torch.Tensor:
-        """Whole gradients in wire layout: every data rank's packed part, one after the other."""
-        device = self.parts[unit.parameters[0].target].device
-        tensors = [
-            (p, torch.zeros(p.shape, dtype=p.dtype, device=device) if g is None else g)
-            for p, g in zip(unit.parameters, grads, strict=True)
-        ]
-        length, parts = unit.padded(self.degree), range(self.degree)
-        return torch.cat([flat((cut(unit, p, t, r, self.degree) for p, t in tensors), length) for r in parts])
+    def scattered(self, units: Sequence[Unit], grads: Sequence[Sequence[torch.Tensor | None]]) -> torch.Tensor:
+        """Whole gradients of some units in wire layout: packed parts of all data ranks, one rank after the other."""
+        device = self.parts[units[0].parameters[0].target].device
 
-    def gathered_part(self, unit: Unit, joined: torch.Tensor) -> list[torch.Tensor]:
-        """This rank's gradient parts out of its reduced piece."""
-        return unflat(joined, self._part_shapes(unit, self.part))
+        def part(unit: Unit, own: Sequence[torch.Tensor | None], rank: int) -> torch.Tensor:
+            whole = (
+                torch.zeros(p.shape, dtype=p.dtype, device=device) if g is None else g
+                for p, g in zip(unit.parameters, own, strict=True)
+            )
+            cuts = (cut(unit, p, t, rank, self.degree) for p, t in zip(unit.parameters, whole, strict=True))
+            return flat(cuts, unit.padded(self.degree))
+
+        each = list(zip(units, grads, strict=True))
+        return torch.cat([part(unit, own, rank) for rank in range(self.degree) for unit, own in each])
+
+    def add_parts(self, units: Sequence[Unit], joined: torch.Tensor) -> None:
+        """Add this rank's gradient parts of some units, out of its reduced piece, to those of the step."""
+        for unit, own in zip(units, torch.split(joined, [unit.padded(self.degree) for unit in units]), strict=True):
+            self.add(unit.name, unflat(own, self._part_shapes(unit, self.part)))
 
     def _part_shapes(self, unit: Unit, part: int) -> list[tuple[int, ...]]:
         return [parameter.part_shape(part, self.degree) for parameter in unit.parameters]

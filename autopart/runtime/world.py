@@ -14,6 +14,7 @@ import torch
 from autopart.errors import AutopartError, RankFailure
 from autopart.ir.action import Kind
 from autopart.ir.mesh import Mesh
+from autopart.ir.state import Units, names_of
 from autopart.runtime.batch import Batch
 from autopart.runtime.buffers import Buffers
 from autopart.runtime.flat import flat, unflat
@@ -25,9 +26,9 @@ from autopart.runtime.values import ValueCollectives
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """A reduction of a unit's gradients that the text called and that is held back."""
+    """A reduction of some units' gradients that the text called and that is held back."""
 
-    unit: str
+    units: tuple[str, ...]
     axis: str
     stages: tuple[int, ...] = ()
     scatter: bool = True
@@ -55,15 +56,22 @@ class World(ValueCollectives):
         batch: Batch,
         *,
         hold: bool = False,
+        ended: Callable[[World], None] | None = None,
     ) -> None:
-        """With `hold`, reductions are noted in `held` rather than performed, until `release`."""
+        """With `hold`, reductions are noted in `held` rather than performed, until `release`.
+
+        `ended` is called once all gradients are there, before the rank meets all others for what the step leaves.
+        """
+        self._ended = ended
         self.held: list[Held] | None = [] if hold else None
         self.transport, self.mesh, self.place = transport, mesh, tuple(place)
         self.states, self.buffers, self.batch = states, Buffers(buffers), batch
         self.memory = Memory(states, (*buffers.values(), *batch.given()))
         self.log = Log()
         self.here = mesh.coordinate(transport.rank)
-        self._gathering: dict[str, Pending[torch.Tensor]] = {}
+        self._gathering: dict[tuple[str, ...], Pending[torch.Tensor]] = {}
+        self._gathered: dict[str, Sequence[torch.Tensor]] = {}
+        self._kept: dict[str, Sequence[torch.Tensor | None]] = {}
         self._arriving: dict[tuple[int, int, bool], list[Arriving]] = {}  # by stage, microbatch, whether activations
         self._begun: deque[_Begun] = deque()
 
@@ -97,54 +105,86 @@ class World(ValueCollectives):
         """The whole parameters of a unit that this rank keeps."""
         return self.states.whole[unit]
 
-    def all_gather(self, unit: str, *, axis: str, then: str = "") -> Sequence[torch.Tensor]:
-        """A unit's whole parameters, gathered from the parts for one use; those of `then`, used next, begin to be."""
-        begun = self._gathering.pop(unit, None) or self._begin_gather(unit, axis)
-        gathered = begun.wait()
-        if then:
-            self._gathering[then] = self._begin_gather(then, axis)
-        ahead = self.states.units[then].wire_bytes(self.states.degree) if then else 0
-        self.memory.transient(gathered.nbytes + ahead)
-        return self.states.unpacked(self.states.units[unit], gathered)
+    def all_gather(self, units: Units, *, axis: str, then: Units = ()) -> Sequence[torch.Tensor]:
+        """Whole parameters, gathered from the parts for one use; those of the units `then`, used next, begin to be.
 
-    def _begin_gather(self, unit: str, axis: str) -> Pending[torch.Tensor]:
-        return self.transport.begin_all_gather(self.states.packed(self.states.units[unit]), self._group(axis))
+        Those of one unit are returned; of several, each is asked for by `gathered`.
+        """
+        names, following = names_of(units), names_of(then)
+        whole = (self._gathering.pop(names, None) or self._begin_gather(names, axis)).wait()
+        if following:
+            self._gathering[following] = self._begin_gather(following, axis)
+        ahead = sum(self.states.units[name].wire_bytes(self.states.degree) for name in following)
+        self.memory.transient(whole.nbytes + ahead)
+        made = self.states.unpacked([self.states.units[name] for name in names], whole)
+        if isinstance(units, str):
+            return made[0]
+        self._gathered.update(zip(names, made, strict=True))
+        return ()
+
+    def gathered(self, unit: str) -> Sequence[torch.Tensor]:
+        """The whole parameters of one of several units that were gathered together, for one use."""
+        return self._gathered.pop(unit)
+
+    def _begin_gather(self, names: tuple[str, ...], axis: str) -> Pending[torch.Tensor]:
+        packed = self.states.packed([self.states.units[name] for name in names])
+        return self.transport.begin_all_gather(packed, self._group(axis))
 
     def regather(self, unit: str, *, axis: str) -> None:
         """Refill the whole parameters that this rank keeps from the parts that the optimizer updated."""
         found = self.states.units[unit]
-        self.states.refill(found, self.transport.all_gather(self.states.packed(found), self._group(axis)))
+        self.states.refill(found, self.transport.all_gather(self.states.packed([found]), self._group(axis)))
 
     def accumulate(self, unit: str, grads: Sequence[torch.Tensor | None]) -> None:
         """Add gradients to those of the step."""
         self.states.add(unit, grads)
 
-    def reduce_scatter(self, unit: str, grads: Sequence[torch.Tensor | None] | None = None, *, axis: str) -> None:
-        """Begin to sum gradients over an axis, each rank keeping its part: `grads` if given, else those accumulated."""
-        if self.held is not None:
-            self._hold(Held(unit, axis), grads)
-            return
-        found = self.states.units[unit]
-        local = self.states.take(found) if grads is None else grads
-        whole = self.states.scattered(found, local)
-        begun = self.transport.begin_reduce_scatter(whole, self._group(axis))
-        if grads is not None:  # whole gradients of several units at a time are what parts are to avoid
-            self._finish(all_but=1)
-        held = found.nbytes if grads is None else 0
-        self._begin(whole, held, lambda: self.states.add(unit, self.states.gathered_part(found, begun.wait())))
+    def keep(self, unit: str, grads: Sequence[torch.Tensor | None]) -> None:
+        """Keep gradients of this microbatch until those of other units can be reduced with them."""
+        self._kept[unit] = grads
 
-    def all_reduce(self, unit: str, *, axis: str, stages: Sequence[int] = ()) -> None:
-        """Begin to sum a unit's accumulated gradients over an axis, or the ranks of some stages, on every rank."""
+    def reduce_scatter(self, units: Units, grads: Sequence[torch.Tensor | None] | None = None, *, axis: str) -> None:
+        """Begin to sum gradients over an axis, each rank keeping its part.
+
+        They are `grads` (of one unit) if given, else those that are kept of these units, else those accumulated.
+        """
+        names = names_of(units)
+        if grads is not None:
+            self.keep(names[0], grads)
+        fresh = [self._kept.pop(name) for name in names if name in self._kept]
         if self.held is not None:
-            self._hold(Held(unit, axis, tuple(stages), scatter=False))
+            self._hold(Held(names, axis), fresh)
+            return
+        found = [self.states.units[name] for name in names]
+        whole = self.states.scattered(found, fresh or [self.states.take(unit) for unit in found])
+        begun = self.transport.begin_reduce_scatter(whole, self._group(axis))
+        if fresh:  # whole gradients of several buckets at a time are what parts are to avoid
+            self._finish(all_but=1)
+        held = 0 if fresh else sum(unit.nbytes for unit in found)
+        self._begin(whole, held, lambda: self.states.add_parts(found, begun.wait()))
+
+    def all_reduce(self, units: Units, *, axis: str, stages: Sequence[int] = ()) -> None:
+        """Begin to sum accumulated gradients over an axis, or the ranks of some stages, on every rank."""
+        names = names_of(units)
+        if self.held is not None:
+            self._hold(Held(names, axis, tuple(stages), scatter=False))
             return
         group = self._stage_group(stages) if stages else self._group(axis)
         if len(group) == 1:
             return
-        tensors = self.states.take_filled(self.states.units[unit])
-        whole, shapes = flat(tensors), [tensor.shape for tensor in tensors]
+        each = [self.states.take_filled(self.states.units[name]) for name in names]
+        whole, shapes = (
+            flat(tensor for tensors in each for tensor in tensors),
+            [[tensor.shape for tensor in tensors] for tensors in each],
+        )
         begun = self.transport.begin_all_reduce(whole, group)
-        self._begin(whole, whole.nbytes, lambda: self.states.add(unit, unflat(begun.wait(), shapes)))
+
+        def finish() -> None:
+            summed = iter(unflat(begun.wait(), [shape for own in shapes for shape in own]))
+            for name, own in zip(names, shapes, strict=True):
+                self.states.add(name, [next(summed) for _ in own])
+
+        self._begin(whole, whole.nbytes, finish)
 
     def wait(self) -> None:
         """Until every reduction that was begun is done, and its result among the gradients."""
@@ -159,11 +199,11 @@ class World(ValueCollectives):
         while len(self._begun) > all_but:
             self._begun.popleft().finish()
 
-    def _hold(self, reduction: Held, grads: Sequence[torch.Tensor | None] | None = None) -> None:
-        """Note a reduction, once however many microbatches call it, and keep what it was given."""
+    def _hold(self, reduction: Held, fresh: Sequence[Sequence[torch.Tensor | None]] = ()) -> None:
+        """Note a reduction, once however many microbatches call it, and accumulate what is `fresh`, by unit."""
         assert self.held is not None
-        if grads is not None:
-            self.states.add(reduction.unit, grads)
+        for unit, grads in zip(reduction.units, fresh, strict=False):
+            self.states.add(unit, grads)
         if reduction not in self.held:
             self.held.append(reduction)
 
@@ -174,10 +214,16 @@ class World(ValueCollectives):
             if reduction.stages:  # of the parts that the reductions before it make
                 self.wait()
             if reduction.scatter:
-                self.reduce_scatter(reduction.unit, axis=reduction.axis)
+                self.reduce_scatter(reduction.units, axis=reduction.axis)
             else:
-                self.all_reduce(reduction.unit, axis=reduction.axis, stages=reduction.stages)
+                self.all_reduce(reduction.units, axis=reduction.axis, stages=reduction.stages)
         self.wait()
+
+    def end(self) -> None:
+        """The actions are over and the gradients reduced: what comes now are outputs and buffers."""
+        ended, self._ended = self._ended, None
+        if ended is not None:
+            ended(self)
 
     def summed(self, value: torch.Tensor, *, axis: str) -> torch.Tensor:
         """The sum over an axis of what each rank computed from its own samples, on every rank of it."""
@@ -197,14 +243,17 @@ class World(ValueCollectives):
 
     def average_buffers(self, *names: str, axis: str) -> None:
         """Average updated buffers over an axis."""
+        self.end()
         self.buffers.average(names, self.transport, self._group(axis))
 
     def maximum_buffers(self, *names: str, axis: str) -> None:
         """Make updated buffers the largest over an axis, element by element."""
+        self.end()
         self.buffers.maximum(names, self.transport, self._group(axis))
 
     def broadcast_buffers(self, *names: str, stage: int) -> None:
         """Give every stage the updated buffers of one, within each part of the batch."""
+        self.end()
         self.buffers.broadcast(names, self.transport, self._rank_of(stage), self._group("pp"))
 
     # Stage to stage
@@ -227,6 +276,7 @@ class World(ValueCollectives):
 
     def total(self, parts: Sequence[torch.Tensor], *, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """The sum over microbatches and over the whole world, on every rank."""
+        self.end()
         total = torch.zeros(shape, dtype=dtype, device=self.transport.device)
         for part in parts:
             total = total + part
@@ -247,6 +297,7 @@ class World(ValueCollectives):
         like: Callable[[int], tuple[tuple[int, ...], torch.dtype]],
     ) -> torch.Tensor:
         """The whole output on every rank: the data ranks of its stage broadcast their pieces, joined along `dim`."""
+        self.end()
         mine = self.joined(parts, dim=dim) if parts is not None else None
         degree = self.mesh.degree("dp")
         received = []

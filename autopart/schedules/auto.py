@@ -128,15 +128,13 @@ def _search(problem: Problem, effort: int) -> _Candidate:
         if met and (min(met) <= target or spent > effort):
             break
     if min(met) > target and problem.chunks == 1:
-        rows = tune(problem, target=target, trials=_share(effort - spent, met[min(met)].rows))
-        length = problem.measure(rows)
+        length, rows = tune(problem, target=target, trials=_share(effort - spent, met[min(met)].rows))
         met.setdefault(length, _Candidate(problem, "auto", rows, length))
     starts = [met[length] for length in sorted(met)[:STARTS]]
     best = starts[0]
     if best.length > target:
         trials = _share(effort - spent, best.rows)
-        rows = improve(problem, [start.rows for start in starts], target=target, trials=trials)
-        length = problem.measure(rows)
+        length, rows = improve(problem, [(each.length, each.rows) for each in starts], target=target, trials=trials)
         best = best if length >= best.length else _Candidate(problem, "auto", rows, length)
     return best
 
@@ -149,11 +147,13 @@ def _share(effort: int, rows: Sequence[Row]) -> int:
 def _candidates(problem: Problem) -> Iterator[tuple[str, tuple[Row, ...]]]:
     """The families on the problem's placement as they are, then their orders and others filled anew."""
     kinds = {Kind.F, Kind.B} if problem.whole else set(Kind)
+    published = []
     for schedule in families(problem):
+        published.append(schedule)
         if {action.kind for _, action in schedule.actions()} <= kinds:
             yield schedule.name, schedule.table
     complete = len(problem.place) * problem.microbatches * (2 if problem.whole else 3)
-    for order in orders(problem):
+    for order in orders(problem, published):
         for rows in filled(problem, order):
             if sum(map(len, rows)) == complete:
                 yield "auto", rows

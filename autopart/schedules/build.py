@@ -118,9 +118,24 @@ def _read(text: str) -> tuple[str, dict[str, object]]:
         return name.strip(), {}
     try:
         call = ast.parse(f"f({inside}", mode="eval").body
-        assert isinstance(call, ast.Call) and not call.args
-        options = {str(each.arg): ast.literal_eval(each.value) for each in call.keywords}
-        assert len(options) == len(call.keywords)
-        return name.strip(), options
-    except (SyntaxError, ValueError, AssertionError):
-        raise ValueError(f"schedule: {text!r} is not a name with options, such as 'interleaved(chunks=3)'") from None
+    except SyntaxError:
+        raise _unreadable(text, "it does not end as a call does") from None
+    if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name):
+        raise _unreadable(text, "there is more after the options")
+    if call.args or any(each.arg is None for each in call.keywords):
+        raise _unreadable(text, "an option has no name")
+    options = {str(each.arg): _value(text, each.value) for each in call.keywords}
+    if len(options) < len(call.keywords):
+        raise _unreadable(text, "an option is there twice")
+    return name.strip(), options
+
+
+def _value(text: str, value: ast.expr) -> object:
+    try:
+        return ast.literal_eval(value)
+    except ValueError:
+        raise _unreadable(text, f"{ast.unparse(value)} is not a plain value") from None
+
+
+def _unreadable(text: str, fault: str) -> ValueError:
+    return ValueError(f"schedule: {text!r} is not a name with options, such as 'interleaved(chunks=3)': {fault}")

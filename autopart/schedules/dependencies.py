@@ -1,20 +1,35 @@
 """What each action waits for. Derived from the edges between stages, never stored in a schedule.
 
 Actions are F, B, I, W, S, T and OPT here: the members of a PAIR stand for themselves, and the pair waits for what
-either of them needs.
+either of them needs. They are told by number: their place among `Schedule.parts()`. Within a microbatch, what an action
+waits for depends on its kind, stage, slice and pipe alone, so those that differ in the microbatch are seen to together.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable
+from itertools import repeat
 
-from autopart.ir.action import ENDS, Action, Kind, Schedule, Weights
+from autopart.ir.action import ENDS, Kind, Schedule, Weights
 
 Edges = frozenset[tuple[int, int]]
 """(source stage, target stage) pairs over which values flow: outputs if source < target, else gradients."""
 
-Needs = dict[Action, tuple[Action, ...]]
-"""What each action waits for."""
+Columns = dict[tuple[Kind, int, int, int], dict[int, int]]
+"""The numbers of a table's actions: by kind, stage, slice and pipe, then by microbatch."""
+
+Needs = list[tuple[int, ...]]
+"""The numbers of what each action waits for, action by action."""
+
+NEVER = -1
+"""The number of an action that is not there: what waits for it waits for ever."""
+
+Source = tuple[tuple[Kind, ...], int, int]
+"""What is waited for within a microbatch: an action of one of the kinds, its stage, its slice."""
+
+GRADIENT = (Kind.I, Kind.B)
+"""What makes the gradients that flow on."""
 
 
 def chain(stages: int) -> Edges:
@@ -23,8 +38,16 @@ def chain(stages: int) -> Edges:
     return frozenset(forward | {(target, source) for source, target in forward})
 
 
-def dependencies(schedule: Schedule, edges: Edges | None = None) -> Needs:
-    """The actions that each action waits for; `edges` defaults to the chain of stages.
+def columns(schedule: Schedule) -> Columns:
+    """The numbers of a schedule's actions."""
+    found: Columns = defaultdict(dict)
+    for number, a in enumerate(schedule.parts()):
+        found[a.kind, a.stage, a.slice, a.pipe][a.microbatch] = number
+    return found
+
+
+def dependencies(schedule: Schedule, edges: Edges | None = None, known: Columns | None = None) -> Needs:
+    """What each action waits for; `edges` defaults to the chain of stages, `known` to the schedule's `columns`.
 
     Within a microbatch and its pipe: F waits for F of the stages that feed it, and for its own F of the slice before
     (keys and values); B or I for its own F, for B or I of the stages that give it gradients, and for its own B or I of
@@ -34,8 +57,17 @@ def dependencies(schedule: Schedule, edges: Edges | None = None) -> Needs:
     OPT n-1, the backwards of the next batch for OPT n; with two buffers, forwards of batch n for OPT n-2. Needs a table
     in which every stage and microbatch has what `validate` asks for.
     """
+    known = columns(schedule) if known is None else known
     rules = _Rules(schedule, chain(schedule.stages) if edges is None else edges)
-    return {action: rules.needs(action) for action in schedule.parts()}
+    needs: Needs = [(NEVER,)] * sum(len(action.parts) for row in schedule.table for action in row)
+    for (kind, stage, piece, pipe), column in known.items():
+        sources = [_found(known, source, pipe) for source in rules.sources(kind, stage, piece)]
+        waits = [[source.get(microbatch, NEVER) for microbatch in column] for source in sources]
+        for number, wanted in zip(column.values(), zip(*waits, strict=True) if waits else repeat(()), strict=False):
+            needs[number] = wanted
+    if schedule.weights is not Weights.SYNC:
+        _tie_updates(schedule, known, needs)
+    return needs
 
 
 def batch_size(schedule: Schedule) -> int:
@@ -45,83 +77,71 @@ def batch_size(schedule: Schedule) -> int:
 
 
 class _Rules:
-    """The rules of one schedule: the actions that one action waits for."""
+    """What the actions of one schedule wait for within their microbatch."""
 
     def __init__(self, schedule: Schedule, edges: Edges) -> None:
-        self.schedule, self.batch = schedule, batch_size(schedule)
-        self.changing = schedule.weights is not Weights.SYNC
-        self.stages = stages = range(schedule.stages)
-        self.feeders = [sorted(a for a, b in edges if b == stage and a < stage) for stage in stages]
-        self.givers = [sorted(a for a, b in edges if b == stage and a > stage) for stage in stages]
-        self.rules = {
-            Kind.F: self._forward,
-            Kind.B: self._backward,
-            Kind.I: self._backward,
-            Kind.W: self._weights,
-            Kind.S: self._logits,
-            Kind.T: self._rest,
-            Kind.OPT: self._step,
-        }
-        self.known: dict[tuple[Kind, int, int, int, int], Action] = {}
-        self.ended: dict[tuple[int, int], list[Action]] = defaultdict(list)
-        for a in schedule.parts():
-            self.known[a.kind, a.stage, a.microbatch, a.slice, a.pipe] = a
-            if self.changing and a.kind in ENDS:
-                self.ended[a.stage, a.microbatch // self.batch].append(a)
+        self.schedule, self.last = schedule, schedule.stages - 1
+        self.feeders = [sorted(a for a, b in edges if b == stage and a < stage) for stage in range(schedule.stages)]
+        self.givers = [sorted(a for a, b in edges if b == stage and a > stage) for stage in range(schedule.stages)]
 
-    def needs(self, action: Action) -> tuple[Action, ...]:
-        """What an action waits for."""
-        rule = self.rules.get(action.kind)
-        if rule is None:
-            raise ValueError(f"schedule {self.schedule.name!r}: {action} is not one of F, B, I, W, S, T and OPT")
-        found = rule(action)
-        if self.changing and action.kind in ENDS:
-            found += self._update(action, 1)
-        return tuple(found)
+    def sources(self, kind: Kind, stage: int, piece: int) -> list[Source]:
+        """What the actions of a kind at a stage and a slice wait for."""
+        match kind:
+            case Kind.F:
+                return self._forward(stage, piece)
+            case Kind.B | Kind.I:
+                return self._backward(stage, piece)
+            case Kind.W:
+                return [((Kind.I,), stage, piece)]
+            case Kind.S:
+                return [((Kind.F,), self.last, piece)]
+            case Kind.T:
+                return self._everywhere(Kind.S, piece)
+            case Kind.OPT:
+                return []
+            case _:
+                raise ValueError(f"schedule {self.schedule.name!r}: {kind} is not one of F, B, I, W, S, T and OPT")
 
-    def _forward(self, action: Action) -> list[Action]:
-        found = [self._find(Kind.F, action, feeder, action.slice) for feeder in self.feeders[action.stage]]
-        if action.slice:
-            found.append(self._find(Kind.F, action, action.stage, action.slice - 1))
-        if self.schedule.weights is Weights.DOUBLE:
-            found += self._update(action, 2)
+    def _forward(self, stage: int, piece: int) -> list[Source]:
+        found: list[Source] = [((Kind.F,), feeder, piece) for feeder in self.feeders[stage]]
+        return [*found, ((Kind.F,), stage, piece - 1)] if piece else found
+
+    def _backward(self, stage: int, piece: int) -> list[Source]:
+        found: list[Source] = [((Kind.F,), stage, piece)]
+        found += [(GRADIENT, giver, piece) for giver in self.givers[stage]]
+        if piece + 1 < self.schedule.slices:
+            found.append((GRADIENT, stage, piece + 1))
+        if self.schedule.barriers and stage == self.last:
+            found += self._everywhere(Kind.S if self.schedule.barriers == 1 else Kind.T, piece)
         return found
 
-    def _backward(self, action: Action) -> list[Action]:
-        found = [self._find(Kind.F, action, action.stage, action.slice)]
-        found += [self._gradient(action, giver, action.slice) for giver in self.givers[action.stage]]
-        if action.slice + 1 < self.schedule.slices:
-            found.append(self._gradient(action, action.stage, action.slice + 1))
-        if self.schedule.barriers and action.stage == self.stages[-1]:
-            found += self._everywhere(Kind.S if self.schedule.barriers == 1 else Kind.T, action)
-        return found
+    def _everywhere(self, kind: Kind, piece: int) -> list[Source]:
+        return [((kind,), stage, piece) for stage in range(self.schedule.stages)]
 
-    def _weights(self, action: Action) -> list[Action]:
-        return [self._find(Kind.I, action, action.stage, action.slice)]
 
-    def _logits(self, action: Action) -> list[Action]:
-        return [self._find(Kind.F, action, self.stages[-1], action.slice)]
+def _found(known: Columns, source: Source, pipe: int) -> dict[int, int]:
+    """The numbers, by microbatch, of what is waited for."""
+    kinds, stage, piece = source
+    found = [known[key] for kind in kinds if (key := (kind, stage, piece, pipe)) in known]
+    return found[0] if len(found) == 1 else {k: number for column in found for k, number in column.items()}
 
-    def _rest(self, action: Action) -> list[Action]:
-        return self._everywhere(Kind.S, action)
 
-    def _step(self, action: Action) -> list[Action]:
-        before = [Action(Kind.OPT, action.stage, action.microbatch - 1)] if action.microbatch else []
-        return self.ended[action.stage, action.microbatch] + before
+def _tie_updates(schedule: Schedule, known: Columns, needs: Needs) -> None:
+    """Add what is waited for between microbatches: OPTs, and what they wait for."""
+    batch = batch_size(schedule)
+    ended: dict[tuple[int, int], list[int]] = defaultdict(list)
 
-    def _update(self, action: Action, back: int) -> list[Action]:
-        """The OPT that comes `back` batches before that of the action's own batch, if there is one."""
-        number = action.microbatch // self.batch - back
-        return [Action(Kind.OPT, action.stage, number)] if number >= 0 else []
+    def update(stage: int, number: int) -> Iterable[int]:
+        """The OPT of a stage and batch, if there are such batches."""
+        return [known.get((Kind.OPT, stage, 0, 0), {}).get(number, NEVER)] if number >= 0 else []
 
-    def _everywhere(self, kind: Kind, action: Action) -> list[Action]:
-        return [self._find(kind, action, stage, action.slice) for stage in self.stages]
-
-    def _gradient(self, action: Action, stage: int, piece: int) -> Action:
-        key = (Kind.B, stage, action.microbatch, piece, action.pipe)
-        return self.known.get(key) or self._find(Kind.I, action, stage, piece)
-
-    def _find(self, kind: Kind, action: Action, stage: int, piece: int) -> Action:
-        """The action of the same microbatch and pipe at a stage and slice."""
-        key = (kind, stage, action.microbatch, piece, action.pipe)
-        return self.known.get(key) or Action(*key)
+    for (kind, stage, _, _), column in known.items():
+        back = 1 if kind in ENDS else 2 if kind is Kind.F and schedule.weights is Weights.DOUBLE else 0
+        for microbatch, number in column.items() if back else ():
+            needs[number] += (*update(stage, microbatch // batch - back),)
+            if kind in ENDS:
+                ended[stage, microbatch // batch].append(number)
+    for (kind, stage, _, _), column in known.items():
+        if kind is Kind.OPT:
+            for number, at in column.items():
+                needs[at] = (*sorted(ended[stage, number]), *update(stage, number - 1))

@@ -6,28 +6,26 @@ Also the forward-only order that programs without a backward use.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
-from autopart.ir.action import Action, Kind, Schedule
+from autopart.ir.action import Kind, Schedule
 from autopart.schedules.family import Family
+from autopart.schedules.rows import Row, loop, run, warmed
 
 
 def gpipe(ranks: int, microbatches: int) -> Schedule:
     """All forwards, then all backwards, both in microbatch order."""
-    everything = range(microbatches)
-    return _schedule(
-        "gpipe", microbatches, ((*_run("F", r, everything), *_run("B", r, everything)) for r in range(ranks))
-    )
+    return _schedule("gpipe", microbatches, warmed([microbatches] * ranks, microbatches, Kind.B))
 
 
 def one_f_one_b(ranks: int, microbatches: int) -> Schedule:
     """p-1-r forwards to warm up, then a forward and a backward in turn, then the backwards that are left."""
-    return _schedule("1f1b", microbatches, (_one_f_one_b_row(r, ranks, microbatches) for r in range(ranks)))
+    return _schedule("1f1b", microbatches, warmed(range(ranks)[::-1], microbatches, Kind.B))
 
 
 def forward(ranks: int, microbatches: int) -> Schedule:
     """Forwards only, in microbatch order."""
-    return _schedule("forward", microbatches, (_run("F", r, range(microbatches)) for r in range(ranks)))
+    return _schedule("forward", microbatches, [run(Kind.F, rank, range(microbatches)) for rank in range(ranks)])
 
 
 FAMILIES = (
@@ -52,21 +50,5 @@ FORWARD = Family("forward", "forwards only, for evaluation", "", "nothing is kep
 """What programs without a backward use."""
 
 
-def _one_f_one_b_row(rank: int, ranks: int, microbatches: int) -> tuple[Action, ...]:
-    warmup = min(microbatches, ranks - 1 - rank)
-    steady = microbatches - warmup
-    pairs = zip(_run("F", rank, range(warmup, microbatches)), _run("B", rank, range(steady)), strict=True)
-    return (
-        *_run("F", rank, range(warmup)),
-        *(action for pair in pairs for action in pair),
-        *_run("B", rank, range(steady, microbatches)),
-    )
-
-
-def _run(kind: str, stage: int, microbatches: Iterable[int]) -> tuple[Action, ...]:
-    return tuple(Action(Kind(kind), stage, microbatch) for microbatch in microbatches)
-
-
-def _schedule(name: str, microbatches: int, rows: Iterable[tuple[Action, ...]]) -> Schedule:
-    table = tuple(rows)
-    return Schedule(name, microbatches, tuple(range(len(table))), table)
+def _schedule(name: str, microbatches: int, rows: Sequence[Row]) -> Schedule:
+    return Schedule(name, microbatches, loop(len(rows), 1), tuple(rows))

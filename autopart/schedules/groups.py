@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from math import ceil, gcd
 
-from autopart.ir.action import Action, Kind, Schedule
+from autopart.ir.action import Action, Kind, Schedule, stages_of
 from autopart.schedules.family import Family, check_count
 from autopart.schedules.fill import fill
 from autopart.schedules.play import Clock, play, unit_costs
@@ -114,7 +114,7 @@ class _Wave:
 
     def __init__(self, rank: int, place: tuple[int, ...], microbatches: int) -> None:
         self.rank = rank
-        self.stages = [stage for stage, other in enumerate(place) if other == rank]
+        self.stages = stages_of(place, rank)
         self.microbatches = microbatches
         self.limit = len(self.stages) * (max(place) + 1)
         self.forward = dict.fromkeys(self.stages, 0)

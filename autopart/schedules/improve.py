@@ -12,17 +12,22 @@ import math
 import random
 from collections.abc import Iterator, Sequence
 from itertools import product
+from operator import itemgetter
 
 from autopart.ir.action import Action, Kind
 from autopart.schedules.fill import fill
 from autopart.schedules.play import follow
 from autopart.schedules.problem import Problem
-from autopart.schedules.rows import Row
-from autopart.schedules.zero_bubble import warmed, warmups
+from autopart.schedules.rows import Row, warmed
+from autopart.schedules.zero_bubble import warmups
 
 Move = tuple[int, int, int]
 """A rank, a step, and the step to which its action moves."""
 
+Measured = tuple[float, tuple[Row, ...]]
+"""Rows, after how long they take."""
+
+LENGTH = itemgetter(0)
 
 KICK = 4
 """How many random moves lead away from the best rows before the search goes on from there."""
@@ -31,39 +36,41 @@ ROUND = 60
 """The runs of a search after a kick."""
 
 
-def improve(problem: Problem, starts: Sequence[Sequence[Row]], *, target: float, trials: int) -> tuple[Row, ...]:
+def improve(problem: Problem, starts: Sequence[Measured], *, target: float, trials: int) -> Measured:
     """The best rows met on the way from these, until `target` is reached or about `trials` runs have been made.
 
     One half of the trials is shared by the starts; with the other half the search goes on from near the best rows.
     """
-    best = min(map(tuple, starts), key=problem.measure)
+    best = min(starts, key=LENGTH)
     for start in starts:
-        if problem.measure(best) > target:
-            best = min(best, _descend(problem, start, target, trials // (2 * len(starts))), key=problem.measure)
+        if best[0] > target:
+            best = min(best, _descend(problem, start, target, trials // (2 * len(starts))), key=LENGTH)
     chance = random.Random(0)
     for _ in range(trials // (2 * (ROUND + KICK))):
-        if problem.measure(best) > target:
+        if best[0] > target:
             found = _descend(problem, _kicked(problem, best, chance), target, ROUND)
-            best = min(found, best, key=problem.measure)  # equal ones take turns
+            best = min(found, best, key=LENGTH)  # equal ones take turns
     return best
 
 
-def _kicked(problem: Problem, rows: tuple[Row, ...], chance: random.Random) -> tuple[Row, ...]:
+def _kicked(problem: Problem, start: Measured, chance: random.Random) -> Measured:
+    length, rows = start
     for _ in range(KICK):
         rank = chance.randrange(problem.ranks)
         step = chance.randrange(len(rows[rank]) - 1)
         if not _ordered(rows[rank][step], rows[rank][step + 1]):
             changed = _moved(rows, (rank, step, step + 1))
-            rows = changed if problem.measure(changed) < math.inf else rows
-    return rows
+            if (found := problem.measure(changed)) < math.inf:
+                length, rows = found, changed
+    return length, rows
 
 
-def _descend(problem: Problem, rows: Sequence[Row], target: float, trials: int) -> tuple[Row, ...]:
+def _descend(problem: Problem, start: Measured, target: float, trials: int) -> Measured:
     """Tabu search from one start."""
-    current = best = tuple(rows)
-    shortest = length = problem.measure(best)
-    met = {best}
-    while trials > 0 and shortest > target:
+    best = start
+    length, current = start
+    met = {current}
+    while trials > 0 and best[0] > target:
         before, length = length, math.inf
         for move in moves(problem, current):
             changed = _moved(current, move)
@@ -78,34 +85,33 @@ def _descend(problem: Problem, rows: Sequence[Row], target: float, trials: int) 
             break
         current = following
         met.add(current)
-        if length < shortest:
-            shortest, best = length, current
+        best = min(best, (length, current), key=LENGTH)
     return best
 
 
-def tune(problem: Problem, *, target: float, trials: int) -> tuple[Row, ...]:
+def tune(problem: Problem, *, target: float, trials: int) -> Measured:
     """1F1B with the numbers of forwards to warm up found rank by rank; for one stage a rank."""
     m, backward = problem.microbatches, Kind.B if problem.whole else Kind.I
 
-    def filled(counts: tuple[int, ...]) -> tuple[float, tuple[Row, ...]]:
+    def filled(counts: tuple[int, ...]) -> Measured:
         rows = fill(warmed(counts, m, backward), problem.clock(), problem.limit)
         return problem.measure(rows), rows
 
     counts = warmups(problem.ranks, m, 0, problem.limit)
-    shortest, rows = filled(counts)
+    best = filled(counts)
     changed = True
-    while changed and shortest > target and trials > 0:
+    while changed and best[0] > target and trials > 0:
         changed = False
         for rank, step in product(range(problem.ranks), (1, -1)):
             count = counts[rank] + step
             if not 0 <= count <= min(m, problem.limit - 1):
                 continue
             others = (*counts[:rank], count, *counts[rank + 1 :])
-            length, made = filled(others)
+            made = filled(others)
             trials -= 1
-            if length < shortest:
-                shortest, rows, counts, changed = length, made, others, True
-    return rows
+            if made[0] < best[0]:
+                best, counts, changed = made, others, True
+    return best
 
 
 def moves(problem: Problem, rows: Sequence[Row]) -> Iterator[Move]:

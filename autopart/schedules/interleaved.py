@@ -12,7 +12,7 @@ from itertools import pairwise
 
 from autopart.ir.action import Action, Kind, Schedule
 from autopart.schedules.family import Family, check_count
-from autopart.schedules.rows import Row, loop, split
+from autopart.schedules.rows import Row, in_turn, loop, split
 
 
 def interleaved(ranks: int, microbatches: int, *, chunks: int = 2, group: int | None = None) -> Schedule:
@@ -75,10 +75,7 @@ def _row(rank: int, ranks: int, microbatches: int, chunks: int, group: int | Non
     groups = _groups(microbatches, _group(ranks, microbatches, group))
     forwards = _passes(Kind.F, rank, ranks, chunks, groups)
     backwards = _passes(Kind.B, rank, ranks, chunks, groups)
-    warmup = min(len(forwards), (chunks - 1) * len(groups[0]) + extra)
-    steady = len(forwards) - warmup
-    pairs = zip(forwards[warmup:], backwards[:steady], strict=True)
-    return (*forwards[:warmup], *(action for pair in pairs for action in pair), *backwards[steady:])
+    return in_turn(forwards, backwards, (chunks - 1) * len(groups[0]) + extra)
 
 
 def _group(ranks: int, microbatches: int, group: int | None) -> int:

@@ -12,25 +12,22 @@ rewrite (1f1b, rank 1 of 2):  1F0 1B0 1F1 1B1  -->  1RECV0>0 1F0 1B0 1RECV1>0 1S
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import accumulate
 from operator import itemgetter
 
 from autopart.ir.action import SHARED, Action, Kind, Schedule, Scheduled
-from autopart.schedules.dependencies import Edges, Needs, chain, dependencies
+from autopart.schedules.dependencies import Edges, chain, dependencies
 from autopart.schedules.timing import run_time
-from autopart.schedules.validate import Position, Where, examine, unit_cost
+from autopart.schedules.validate import Examined, examine, unit_cost
 
 MADE = frozenset({Kind.F, Kind.B, Kind.I})
 """The actions between which values travel by SEND and RECV."""
 
 Ends = Sequence[Sequence[float]]
 """When each action ends, row by row."""
-
-Crossing = tuple[Action, Position, Action, Position]
-"""A value that passes between two ranks: what makes it and where that stands, what takes it and where that stands."""
-
-Slotted = tuple[int, Action]
-"""A SEND or RECV, and the step of the row before which it must stand."""
 
 
 def lower(schedule: Schedule, edges: Edges) -> Scheduled:
@@ -46,79 +43,71 @@ def lower(schedule: Schedule, edges: Edges) -> Scheduled:
     for source, target in sorted(edges):
         if source == target or not {source, target} <= set(range(schedule.stages)):
             raise ValueError(f"edges: ({source}, {target}) does not join two of the stages 0 to {schedule.stages - 1}")
-    where, needs, intervals = examine(schedule)
+    found = examine(schedule)
     if edges != chain(schedule.stages):
-        needs = dependencies(schedule, edges)
-        intervals = run_time(schedule.table, needs, cost=unit_cost)
-    ends = [[end for _, end in times] for times in intervals]
-    waits = [_waits(row, needs, where, ends) if schedule.barriers else [] for row in schedule.table]
-    transfers: list[list[Slotted]] = [[] for _ in schedule.table]
-    for producer, (source, made), consumer, (target, slot) in _crossings(needs, where, ends):
+        needs = dependencies(schedule, edges, found.columns)
+        found = replace(found, needs=needs, intervals=run_time(schedule.table, needs, cost=unit_cost))
+    ends = [[end for _, end in times] for times in found.intervals]
+    waits = _waits(found, ends) if schedule.barriers else {}
+    transfers: list[list[Action]] = [[] for _ in schedule.table]
+    slots: list[list[int]] = [[] for _ in schedule.table]  # before which step of the row each must stand, at the latest
+    for need, number in _crossings(found, ends):
+        producer, consumer = found.parts[need], found.parts[number]
+        (source, made), (target, slot) = found.positions[need], found.positions[number]
         which = (producer.microbatch, producer.slice, producer.pipe)
-        send = Action(Kind.SEND, producer.stage, *which, peer=consumer.stage)
-        receive = Action(Kind.RECV, consumer.stage, *which, peer=producer.stage)
-        transfers[source].append((made + 1, send))
-        if waits[target]:
+        transfers[source].append(Action(Kind.SEND, producer.stage, *which, consumer.stage))
+        slots[source].append(made + 1)
+        if target in waits:
             held = bisect_right(waits[target], ends[source][made], key=itemgetter(1))
             slot = min([slot, *(at for at, _ in waits[target][held : held + 1])])
-        transfers[target].append((slot, receive))
-    return Scheduled(schedule, tuple(map(_merge, schedule.table, transfers)))
+        transfers[target].append(Action(Kind.RECV, consumer.stage, *which, producer.stage))
+        slots[target].append(slot)
+    return Scheduled(schedule, tuple(map(_merge, schedule.table, transfers, slots)))
 
 
-def _waits(row: Sequence[Action], needs: Needs, where: Where, ends: Ends) -> list[tuple[int, float]]:
-    """The steps of a row that wait for an exchange of S or T, and until when, each later than those before.
+def _waits(found: Examined, ends: Ends) -> dict[int, list[tuple[int, float]]]:
+    """The steps of each row that wait for an exchange of S or T, and until when, each later than those before.
 
     A message made by then must not be taken after them: its sender may be what they wait for.
     """
-    found: list[tuple[int, float]] = []
-    for step, action in enumerate(row):
+    waits: dict[int, list[tuple[int, float]]] = defaultdict(list)
+    for part, (rank, step), needs in zip(found.parts, found.positions, found.needs, strict=True):
         wanted = [
-            where[need]
-            for part in action.parts
-            for need in needs[part]
-            if (part.kind in SHARED or need.kind in SHARED) and need.stage != part.stage
+            found.positions[need]
+            for need in needs
+            if (part.kind in SHARED or found.parts[need].kind in SHARED) and found.parts[need].stage != part.stage
         ]
-        until = max((ends[rank][at] for rank, at in wanted), default=0.0)
-        if wanted and (not found or until > found[-1][1]):
-            found.append((step, until))
-    return found
+        until = max((ends[peer][at] for peer, at in wanted), default=0.0)
+        if wanted and (not waits[rank] or until > waits[rank][-1][1]):
+            waits[rank].append((step, until))
+    return waits
 
 
-def _crossings(needs: Needs, where: Where, ends: Ends) -> list[Crossing]:
-    """Every value that passes between two ranks, in the one order of all transfers."""
-
-    def order(crossing: Crossing) -> tuple[float, bool, int, int]:
-        # At equal times downstream ranks come first where values flow forward, upstream ones where gradients flow back:
-        # a rank then passes on its own value before it takes the next one.
-        producer, (rank, step), consumer, _ = crossing
-        source, target = producer.stage, consumer.stage
-        return (
-            (ends[rank][step], True, source, -target) if target < source else (ends[rank][step], False, -source, target)
-        )
-
-    found = []
-    for action, wanted in needs.items():
-        if action.kind in MADE:
-            here = where[action]
-            for need in wanted:
-                if need.kind in MADE and (there := where[need])[0] != here[0]:
-                    found.append((need, there, action, here))
-    return sorted(found, key=order)
+def _crossings(found: Examined, ends: Ends) -> Iterator[tuple[int, int]]:
+    """Every value that passes between two ranks, in the one order of all transfers: what makes it, what takes it."""
+    crossings = []
+    for number, (part, (rank, _), needs) in enumerate(zip(found.parts, found.positions, found.needs, strict=True)):
+        if part.kind not in MADE:
+            continue
+        for need in needs:
+            source, step = found.positions[need]
+            if source != rank and found.parts[need].kind in MADE:
+                # At equal times downstream ranks come first where values flow forward, upstream ones where gradients
+                # flow back: a rank then passes on its own value before it takes the next one.
+                back, stage = part.stage < found.parts[need].stage, found.parts[need].stage
+                order = (stage, -part.stage) if back else (-stage, part.stage)
+                crossings.append((ends[source][step], back, *order, number, need))
+    crossings.sort()
+    return ((need, number) for *_, number, need in crossings)
 
 
-def _merge(row: Sequence[Action], transfers: Sequence[Slotted]) -> tuple[Action, ...]:
-    """The row with its transfers in the order given, each as late as its step and those after it allow."""
-    slots = [step for step, _ in transfers]
-    for index in reversed(range(len(slots) - 1)):
-        slots[index] = min(slots[index], slots[index + 1])
-    before: list[list[Action]] = [[] for _ in range(len(row) + 1)]
-    for slot, (_, transfer) in zip(slots, transfers, strict=True):
-        before[slot].append(transfer)
-    return tuple(_interleave(row, before))
-
-
-def _interleave(row: Sequence[Action], before: Sequence[Sequence[Action]]) -> Iterator[Action]:
-    for transfers, action in zip(before, row, strict=False):
-        yield from transfers
-        yield action
-    yield from before[-1]
+def _merge(row: Sequence[Action], transfers: Sequence[Action], slots: Sequence[int]) -> tuple[Action, ...]:
+    """The row with its transfers in the order given, each as late as its slot and those after it allow."""
+    latest = [*accumulate(reversed(slots), min)][::-1]
+    merged: list[Action] = []
+    done = 0
+    for slot, transfer in zip(latest, transfers, strict=True):
+        merged += row[done:slot]
+        merged.append(transfer)
+        done = slot
+    return (*merged, *row[done:])

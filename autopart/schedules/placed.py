@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from autopart.ir.action import Action, Kind, Schedule
+from autopart.ir.action import Action, Kind, Schedule, stages_of
 
 
 def forwards(place: Sequence[int], microbatches: int) -> Schedule:
@@ -34,14 +34,10 @@ def forwards_first(place: Sequence[int], microbatches: int) -> Schedule:
 
 def is_forwards_first(schedule: Schedule) -> bool:
     """Whether every rank has done all of its forwards when it begins its first backward."""
-    return all(not any(action.kind is Kind.F for action in row[_first_backward(row) :]) for row in schedule.table)
-
-
-def _first_backward(row: Sequence[Action]) -> int:
-    return next((i for i, action in enumerate(row) if action.kind is not Kind.F), len(row))
+    forwards = ([action.kind is Kind.F for action in row] for row in schedule.table)
+    return all(row == sorted(row, reverse=True) for row in forwards)
 
 
 def _held(place: Sequence[int]) -> Iterator[tuple[int, ...]]:
     """The stages of each rank."""
-    for rank in range(max(place) + 1):
-        yield tuple(stage for stage, at in enumerate(place) if at == rank)
+    return (stages_of(place, rank) for rank in range(max(place) + 1))

@@ -9,7 +9,7 @@ from autopart.schedules import zero_bubble
 from autopart.schedules.build import build
 from autopart.schedules.fill import Ahead, fill
 from autopart.schedules.problem import Problem
-from autopart.schedules.rows import Row, loop, wave
+from autopart.schedules.rows import Row, loop, warmed, wave
 
 PATIENCE = (0.0, 0.5, 1.0)
 AHEAD: tuple[Ahead, ...] = ("never", "idle", "eager")
@@ -29,17 +29,17 @@ def families(problem: Problem) -> Iterator[Schedule]:
         yield build(name, ranks=problem.ranks, microbatches=problem.microbatches)
 
 
-def orders(problem: Problem) -> Iterator[list[Row]]:
-    """Orders of F and I (or B), to be filled with W: warm-ups of 1F1B, each family's, one microbatch at a time."""
+def orders(problem: Problem, published: Sequence[Schedule]) -> Iterator[list[Row]]:
+    """Orders of F and I (or B), to be filled with W: warm-ups of 1F1B, the `families`', one microbatch at a time."""
     p, m = problem.ranks, problem.microbatches
     backward = Kind.B if problem.whole else Kind.I
     if problem.chunks == 1:
         room = problem.limit - p
         for extra in sorted(range(p), key=lambda extra: abs(extra - room)):  # the likely ones first
             counts = zero_bubble.warmups(p, m, extra, problem.limit)
-            yield zero_bubble.warmed(counts, m, backward)
+            yield warmed(counts, m, backward)
     else:
-        for schedule in families(problem):
+        for schedule in published:
             yield [unfilled(row, backward) for row in schedule.table]
     yield [_one_at_a_time(stages, m, backward) for stages in problem.held]
 

@@ -91,12 +91,12 @@ def _link(given: float | Link, slices: int) -> Link:
 def _price(schedule: Schedule, kind: Kind, cost: Cost) -> Price:
     if callable(cost):
         return lambda action: _time(kind, cost(action), cost)
-    times = [_by_stage(place, kind, cost) for place in schedule.places]
+    times = [by_stage(place, kind, cost) for place in schedule.places]
     slices = 1 if kind is Kind.OPT else schedule.slices
     return lambda action: times[action.pipe][action.stage] / slices
 
 
-def _by_stage(place: Sequence[int], kind: Kind, cost: float | Sequence[float] | Mapping[int, float]) -> list[float]:
+def by_stage(place: Sequence[int], kind: Kind, cost: float | Sequence[float] | Mapping[int, float]) -> list[float]:
     """The time of each stage of a pipe."""
     stages = range(len(place))
     if isinstance(cost, Mapping):

@@ -6,9 +6,10 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from autopart.ir.action import Boundary, Kind
+from autopart.ir.action import Boundary, Kind, stages_of
 from autopart.schedules.family import check_count
 from autopart.schedules.play import Clock, Costs, follow
+from autopart.schedules.prices import by_stage
 from autopart.schedules.rows import Row, loop, wave
 
 
@@ -37,7 +38,7 @@ class Problem:
     @property
     def held(self) -> tuple[tuple[int, ...], ...]:
         """The stages of each rank, the first one first."""
-        return tuple(tuple(s for s, rank in enumerate(self.place) if rank == r) for r in range(self.ranks))
+        return tuple(stages_of(self.place, rank) for rank in range(self.ranks))
 
     @property
     def chunks(self) -> int:
@@ -126,15 +127,9 @@ def _prices(ranks: int, costs: Mapping[str, float | Sequence[float]]) -> tuple[b
     stages = max(lengths)
     if len(lengths) > 1 or stages % ranks or not stages:
         raise ValueError(f"costs must have one number a stage, {ranks} or a multiple of it, not {sorted(lengths)}")
-    given = {Kind(kind): _by_stage(kind, cost, stages, stages // ranks) for kind, cost in costs.items()}
+    place = loop(ranks, stages // ranks)
+    given = {Kind(kind): tuple(by_stage(place, Kind(kind), cost)) for kind, cost in costs.items()}
     if not split:
         return True, {**given, Kind.I: given[Kind.B], Kind.W: (0.0,) * stages}
     sums = tuple(i + w for i, w in zip(given[Kind.I], given[Kind.W], strict=True))
     return False, {Kind.B: sums, **given}
-
-
-def _by_stage(kind: str, cost: float | Sequence[float], stages: int, chunks: int) -> tuple[float, ...]:
-    times = tuple(cost) if isinstance(cost, Sequence) else (cost / chunks,) * stages
-    if not all(math.isfinite(time) and time >= 0 for time in times):
-        raise ValueError(f"costs: {kind!r} must be times of at least 0, not {cost!r}")
-    return times

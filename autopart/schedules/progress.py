@@ -67,7 +67,7 @@ def check(rows: Rows, place: Sequence[int], mirrors: Places = (), barriers: int 
 
 def _ends(rows: Rows, peers: Mapping[Position, Position], exchanges: Exchanges) -> bool:
     """Whether all rows end under the last model: each rank does what stands next, a SEND and its RECV together."""
-    met = {side: (send, receive) for send, receive in peers.items() for side in (send, receive)}
+    partner = {**peers, **{receive: send for send, receive in peers.items()}}
     at = [0] * len(rows)
     moved = True
     while moved:
@@ -75,13 +75,14 @@ def _ends(rows: Rows, peers: Mapping[Position, Position], exchanges: Exchanges) 
         for rank, row in enumerate(rows):
             while at[rank] < len(row):
                 position = (rank, at[rank])
-                meeting = met.get(position, (position,))
-                if any(at[peer] != step for peer, step in meeting):
+                other = partner.get(position)
+                if other is not None and at[other[0]] != other[1]:
                     break
-                if any(at[peer] <= step for peer, step in exchanges.get(position, ())):
+                if exchanges and any(at[peer] <= step for peer, step in exchanges.get(position, ())):
                     break
-                for peer, _ in meeting:
-                    at[peer] += 1
+                at[rank] += 1
+                if other is not None:
+                    at[other[0]] += 1
                 moved = True
     return all(done == len(row) for done, row in zip(at, rows, strict=True))
 
@@ -122,9 +123,12 @@ def _match(rows: Rows, places: Places) -> dict[Position, Position]:
     sends: dict[tuple[int, int], list[Position]] = defaultdict(list)
     receives: dict[tuple[int, int], list[Position]] = defaultdict(list)
     for rank, row in enumerate(rows):
+        fits: set[tuple[int, int, int]] = set()
         for step, action in enumerate(row):
             if action.kind in TRANSFERS:
-                _check_ends(rows, places, (rank, step))
+                if (ends := (action.stage, action.peer, action.pipe)) not in fits:
+                    _check_ends(rows, places, (rank, step))
+                    fits.add(ends)
                 peer = places[action.pipe][action.peer]
                 if action.kind is Kind.SEND:
                     sends[rank, peer].append((rank, step))
@@ -133,7 +137,7 @@ def _match(rows: Rows, places: Places) -> dict[Position, Position]:
     peers = {}
     for channel in sorted(sends.keys() | receives.keys()):
         for send, receive in zip_longest(sends[channel], receives[channel]):
-            if send is None or receive is None or _counterpart(rows[send[0]][send[1]]) != rows[receive[0]][receive[1]]:
+            if send is None or receive is None or not _meet(rows[send[0]][send[1]], rows[receive[0]][receive[1]]):
                 raise _mismatch(rows, channel, send, receive)
             peers[send] = receive
     return peers
@@ -156,9 +160,11 @@ def _check_ends(rows: Rows, places: Places, position: Position) -> None:
         raise VerificationError(f"rank {rank}, step {step}: {action} {fault}\n{grid(rows, {position: ''})}")
 
 
-def _counterpart(send: Action) -> Action:
-    """The RECV that takes a SEND's message."""
-    return Action(Kind.RECV, send.peer, send.microbatch, send.slice, send.pipe, send.stage, send.unit)
+def _meet(send: Action, receive: Action) -> bool:
+    """Whether a RECV takes a SEND's message."""
+    sent = (send.peer, send.stage, send.microbatch, send.slice, send.pipe, send.unit)
+    taken = (receive.stage, receive.peer, receive.microbatch, receive.slice, receive.pipe, receive.unit)
+    return sent == taken
 
 
 def _mismatch(
@@ -195,7 +201,7 @@ def _waits(rows: Rows, places: Places, peers: Mapping[Position, Position], excha
 
 
 def _sends_free(row: Sequence[Action], places: Places, *, streams: bool) -> Iterator[tuple[int, int]]:
-    """The (before, after) steps of a row of a row where only the stream of a pair, if it has one, waits for sends."""
+    """The (before, after) steps of a row where only the stream of a pair, if it has one, waits for sends."""
     held: int | None = None
     last: dict[int, int] = {}
     for step, action in enumerate(row):

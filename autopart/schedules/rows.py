@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from autopart.ir.action import Action, Kind
@@ -40,6 +40,26 @@ def script(stages: Mapping[str, int], *phases: tuple[int, str]) -> Row:
             row.append(Action(Kind(cell[0]), stages[cell[1]], done[cell]))
             done[cell] += 1
     return tuple(row)
+
+
+def run(kind: Kind, stage: int, microbatches: Iterable[int]) -> Row:
+    """The actions of one kind at one stage."""
+    return tuple(Action(kind, stage, microbatch) for microbatch in microbatches)
+
+
+def in_turn(forwards: Row, backwards: Row, ahead: int) -> Row:
+    """So many forwards to warm up, then a forward and a backward in turn, then the backwards that are left."""
+    warmup, turns = forwards[:ahead], forwards[ahead:]
+    pairs = zip(turns, backwards, strict=False)
+    return (*warmup, *(action for pair in pairs for action in pair), *backwards[len(turns) :])
+
+
+def warmed(counts: Sequence[int], microbatches: int, backward: Kind) -> list[Row]:
+    """A row of one stage for each count of forwards to warm up, forwards and backwards `in_turn`."""
+    every = range(microbatches)
+    return [
+        in_turn(run(Kind.F, stage, every), run(backward, stage, every), count) for stage, count in enumerate(counts)
+    ]
 
 
 def split(row: Iterable[Action], lag: int) -> Row:

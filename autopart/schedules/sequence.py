@@ -11,6 +11,7 @@ from itertools import product
 
 from autopart.ir.action import Action, Kind, Schedule
 from autopart.schedules.family import Family, check_count
+from autopart.schedules.rows import in_turn
 
 
 def terapipe(ranks: int, microbatches: int, slices: int = 4) -> Schedule:
@@ -50,10 +51,7 @@ def _schedule(name: str, ranks: int, microbatches: int, slices: int, warmups: li
     table = []
     for rank, ahead in enumerate(warmups):
         pieces = range(slices)
-        forwards = [Action(Kind.F, rank, *unit) for unit in product(range(microbatches), pieces)]
-        backwards = [Action(Kind.B, rank, *unit) for unit in product(range(microbatches), reversed(pieces))]
-        warmup = min(ahead, len(forwards))
-        pairs = zip(forwards[warmup:], backwards, strict=False)
-        turns = [action for pair in pairs for action in pair]
-        table.append((*forwards[:warmup], *turns, *backwards[len(forwards) - warmup :]))
+        forwards = tuple(Action(Kind.F, rank, *unit) for unit in product(range(microbatches), pieces))
+        backwards = tuple(Action(Kind.B, rank, *unit) for unit in product(range(microbatches), reversed(pieces)))
+        table.append(in_turn(forwards, backwards, ahead))
     return Schedule(name, microbatches, tuple(range(ranks)), tuple(table), slices=slices)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import lcm
 from types import MappingProxyType
 
-from autopart.ir.action import Action, Boundary, Kind, Schedule, Weights
+from autopart.ir.action import ENDS, Action, Boundary, Kind, Schedule, Weights, stages_of
 from autopart.schedules import drawing
 from autopart.schedules.dependencies import Needs, dependencies
 from autopart.schedules.prices import Comm, Cost, links, prices
@@ -95,10 +96,12 @@ def simulate(
         )
     price = prices(schedule, costs)
     whole = _repeated(schedule, iterations)
-    rows: Rows = whole.table
-    needs = dependencies(whole)
-    if schedule.weights is Weights.SYNC and (iterations > 1 or Kind.OPT in costs):
-        rows, needs = _stepped(schedule, whole, needs, iterations, boundary)
+    stepped = schedule.weights is Weights.SYNC and (iterations > 1 or Kind.OPT in costs)
+    if stepped:
+        whole = _stepped(schedule, whole, iterations)
+    rows, needs = whole.table, dependencies(whole)
+    if stepped and boundary is Boundary.BARRIER:
+        _tie_steps(rows, needs)
     intervals = run_time(rows, needs, cost=price, link=links(schedule, comm))
     if any(not times or len(times) < len(row) for row, times in zip(rows, intervals, strict=True)):
         validate(schedule)  # says what is wrong with it
@@ -119,27 +122,35 @@ def _shifted(action: Action, by: int) -> Action:
     return replace(action, microbatch=action.microbatch + by, members=members)
 
 
-def _stepped(
-    schedule: Schedule, whole: Schedule, needs: Needs, iterations: int, boundary: Boundary
-) -> tuple[Rows, Needs]:
-    """The repeated rows with an OPT of each stage at the end of every iteration, and what these wait for."""
-    rows: list[list[Action]] = [[] for _ in schedule.table]
-    for number in range(iterations):
-        pieces = [
-            row[number * len(plain) : (number + 1) * len(plain)]
-            for row, plain in zip(whole.table, schedule.table, strict=True)
-        ]
-        ends = tuple(part for piece in pieces for part in piece[-1:] for part in part.parts)
-        for rank, (row, piece) in enumerate(zip(rows, pieces, strict=True)):
-            steps = [
-                Action(Kind.OPT, stage, number, 0, pipe)
-                for pipe, place in enumerate(schedule.places)
-                for stage, at in enumerate(place)
-                if at == rank
-            ]
-            row += [*piece, *steps]
-            needs |= dict.fromkeys(steps, ends if boundary is Boundary.BARRIER else ())
-    return rows, needs
+def _stepped(schedule: Schedule, whole: Schedule, iterations: int) -> Schedule:
+    """The repeated schedule with an OPT of each stage at the end of every iteration."""
+    rows = []
+    for rank, (row, plain) in enumerate(zip(whole.table, schedule.table, strict=True)):
+        held = [(stage, pipe) for pipe, place in enumerate(schedule.places) for stage in stages_of(place, rank)]
+        pieces = [row[number * len(plain) : (number + 1) * len(plain)] for number in range(iterations)]
+        steps = [[Action(Kind.OPT, stage, number, 0, pipe) for stage, pipe in held] for number in range(iterations)]
+        rows.append(tuple(action for piece, step in zip(pieces, steps, strict=True) for action in (*piece, *step)))
+    return replace(whole, table=tuple(rows))
+
+
+def _tie_steps(rows: Rows, needs: Needs) -> None:
+    """Let every OPT wait for what stands before the OPTs of its number in all rows."""
+    ends: dict[int, list[int]] = defaultdict(list)
+    steps: list[tuple[int, int]] = []
+    number = 0
+    for row in rows:
+        last: Sequence[int] = ()
+        for action in row:
+            numbers = range(number, number + len(action.parts))
+            if action.kind is Kind.OPT:
+                ends[action.microbatch] += last
+                steps.append((number, action.microbatch))
+                last = ()
+            else:
+                last = numbers
+            number = numbers.stop
+    for at, iteration in steps:
+        needs[at] = tuple(ends[iteration])
 
 
 def _timeline(schedule: Schedule, rows: Rows, intervals: list[list[Interval]], iterations: int) -> Timeline:
@@ -169,7 +180,7 @@ def _peak(schedule: Schedule, rank: int) -> float:
         return 0.0
     shares = [place.count(rank) * schedule.slices for place in schedule.places]
     whole = lcm(*(share for share in shares if share))
-    change = {Kind.F: 1, Kind.B: -1, Kind.W: -1}
+    change = {Kind.F: 1, **dict.fromkeys(ENDS, -1)}
     held = accumulate(change.get(part.kind, 0) * whole // shares[part.pipe] for part in parts)
     return max(held) / whole
 

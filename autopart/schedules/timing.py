@@ -5,7 +5,7 @@ The one sweep behind validation, lowering and simulation.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -33,28 +33,19 @@ FREE = Link()
 
 def run_time(
     rows: Sequence[Sequence[Action]],
-    needs: Mapping[Action, Sequence[Action]],
+    needs: Sequence[Sequence[int]],
     *,
     cost: Callable[[Action], float],
     link: Callable[[Action, Action], Link] = lambda need, action: FREE,
 ) -> list[list[Interval]]:
     """The interval of every action, row by row; a row that gets stuck has fewer intervals than actions.
 
-    An action starts when its rank is free and what it, or a member of it, `needs` has ended and has come over the link
-    from there. `link` is asked for pairs of actions (or members) of different ranks. An action occurs once in the rows.
+    An action starts when its rank is free and what it, or a member of it, `needs` (`dependencies`) has ended and has
+    come over the link from there. `link` is asked for pairs of actions (or members) of different ranks.
     """
     parts = [part for row in rows for action in row for part in action.parts]
     home = [rank for rank, row in enumerate(rows) for action in row for _ in action.parts]
-    number = {part: place for place, part in enumerate(parts)}
-    wanted: list[list[int]] = [[] for _ in parts]
-    missing = []
-    for place, part in enumerate(parts):
-        needed = needs[part]
-        missing.append(len(needed))
-        for need in needed:
-            maker = number.get(need)
-            if maker is not None:
-                wanted[maker].append(place)
+    missing, wanted = _awaited(rows, needs)
     ready = [0.0] * len(parts)
     held: dict[tuple[int, int], float] = {}
     intervals: list[list[Interval]] = [[] for _ in rows]
@@ -62,28 +53,51 @@ def run_time(
     runnable = list(range(len(rows)))
     while runnable:
         rank = runnable.pop()
-        row, done = rows[rank], intervals[rank]
+        row, done, first = rows[rank], intervals[rank], next_part[rank]
+        end = done[-1][1] if done else 0
         while len(done) < len(row):
-            action, first = row[len(done)], next_part[rank]
+            action = row[len(done)]
             last = first + len(action.parts)
             if any(missing[first:last]):
                 break
-            start = max(done[-1][1] if done else 0, *ready[first:last])
+            start = max(end, *ready[first:last])
             end = start + cost(action)
             done.append((start, end))
-            next_part[rank] = last
             for member in range(first, last):
-                for after in wanted[member]:
+                for after in wanted.get(member, ()):
                     peer, arrival = home[after], end
-                    if peer != rank:
-                        over = link(parts[member], parts[after])
-                        if over.transfer:
-                            arrival = max(end, held.get((rank, peer), 0)) + over.transfer
-                            held[rank, peer] = arrival
-                        arrival += over.latency
+                    over = link(parts[member], parts[after])
+                    if over.transfer:
+                        arrival = max(end, held.get((rank, peer), 0)) + over.transfer
+                        held[rank, peer] = arrival
+                    arrival += over.latency
                     missing[after] -= 1
                     if arrival > ready[after]:
                         ready[after] = arrival
-                    if peer != rank and not missing[after]:
+                    if not missing[after]:
                         runnable.append(peer)
+            first = last
+        next_part[rank] = first
     return intervals
+
+
+def _awaited(
+    rows: Sequence[Sequence[Action]], needs: Sequence[Sequence[int]]
+) -> tuple[list[int], dict[int, list[int]]]:
+    """How much each action (or member) waits for, and the actions that wait for each.
+
+    What comes before it on its own rank is left out, as that has ended by then; what comes later is not, and never has.
+    """
+    missing, wanted = [0] * len(needs), dict[int, list[int]]()
+    number = 0
+    for row in rows:
+        begin = number
+        for action in row:
+            first = number
+            for _ in action.parts:
+                for need in needs[number]:
+                    if not begin <= need < first:
+                        missing[number] += 1
+                        wanted.setdefault(need, []).append(number)
+                number += 1
+    return missing, wanted

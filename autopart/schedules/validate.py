@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
 from itertools import product
 
 from autopart.ir.action import SHARED, Action, Kind, Schedule, Weights
-from autopart.schedules.dependencies import Needs, dependencies
+from autopart.schedules.dependencies import Columns, Needs, dependencies
 from autopart.schedules.text import grid
 from autopart.schedules.timing import Interval, run_time
 
@@ -17,8 +17,20 @@ UNIT = {Kind.F: 1, Kind.I: 1, Kind.W: 1, Kind.B: 2, Kind.PAIR: 3, Kind.S: 1, Kin
 Position = tuple[int, int]
 """Rank and step."""
 
-Where = Mapping[Action, Position]
-"""Where each action stands; the members of a PAIR stand where it does."""
+
+@dataclass(frozen=True, slots=True)
+class Examined:
+    """What `validate` found on its way, action by action in the order of `Schedule.parts()` but for the intervals.
+
+    `positions` says where each stands (the members of a PAIR stand where it does), `columns` its number; `intervals`
+    when each row's actions run at unit costs.
+    """
+
+    parts: Sequence[Action]
+    positions: Sequence[Position]
+    columns: Columns
+    needs: Needs
+    intervals: Sequence[Sequence[Interval]]
 
 
 def validate(schedule: Schedule) -> None:
@@ -35,15 +47,19 @@ def validate(schedule: Schedule) -> None:
     examine(schedule)
 
 
-def examine(schedule: Schedule) -> tuple[Where, Needs, list[list[Interval]]]:
-    """What `validate` found on its way: where each action stands, what it needs, and when it runs at unit costs."""
+def examine(schedule: Schedule) -> Examined:
+    """The schedule seen through; raises what `validate` raises."""
     _check_settings(schedule)
-    where = _positions(schedule)
-    _check_complete(schedule, where)
-    needs = dependencies(schedule)
+    positions = [
+        (rank, step) for rank, row in enumerate(schedule.table) for step, action in enumerate(row) for _ in action.parts
+    ]
+    known, pipes = _columns(schedule, positions)
+    _check_complete(schedule, positions, known, pipes)
+    needs = dependencies(schedule, known=known)
     intervals = run_time(schedule.table, needs, cost=unit_cost)
-    _check_ends(schedule, where, needs, intervals)
-    return where, needs, intervals
+    found = Examined(tuple(schedule.parts()), positions, known, needs, intervals)
+    _check_ends(schedule, found)
+    return found
 
 
 def unit_cost(action: Action) -> float:
@@ -77,24 +93,31 @@ def _check_settings(schedule: Schedule) -> None:
         raise ValueError(f"schedule {name!r}: weights that change inside the table need one pipe")
 
 
-def _positions(schedule: Schedule) -> dict[Action, Position]:
-    """Where each action stands; refuses actions that are foreign, misplaced or there twice."""
-    where: dict[Action, Position] = {}
+def _columns(schedule: Schedule, positions: Sequence[Position]) -> tuple[Columns, dict[int, Action]]:
+    """The numbers of all actions, the first of each microbatch; refuses what is foreign, misplaced or there twice."""
+    known: Columns = {}
     pipes: dict[int, Action] = {}
+    microbatches, number = range(schedule.microbatches), 0
     for rank, row in enumerate(schedule.table):
+        fits: Columns = {}  # what this row has shown to be of this rank
         for step, action in enumerate(row):
             for part in action.parts:
-                fault = _fault(schedule, rank, part) or _pair_fault(action)
+                key = part.kind, part.stage, part.slice, part.pipe
+                column = fits.get(key)
+                plain = part.microbatch in microbatches and part.peer == -1 and not (part.unit or action.members)
+                fault = "" if column is not None and plain else _fault(schedule, rank, part) or _pair_fault(action)
                 first = part if part.kind is Kind.OPT else pipes.setdefault(part.microbatch, part)
                 if not fault and first.pipe != part.pipe:
                     fault = f"travels pipe {part.pipe}, but {first} of the same microbatch pipe {first.pipe}"
                 if fault:
                     raise _refusal(schedule, {(rank, step): ""}, f"rank {rank}, step {step}: {part} {fault}")
-                if part in where:
-                    marks = {where[part]: "", (rank, step): ""}
+                if column is None:
+                    column = fits[key] = known[key] = {}
+                if (before := column.setdefault(part.microbatch, number)) != number:
+                    marks = {positions[before]: "", (rank, step): ""}
                     raise _refusal(schedule, marks, f"rank {rank}, step {step}: {part} is there twice")
-                where[part] = (rank, step)
-    return where
+                number += 1
+    return known, pipes
 
 
 def _fault(schedule: Schedule, rank: int, action: Action) -> str:
@@ -123,37 +146,64 @@ def _pair_fault(action: Action) -> str:
     return "is in a PAIR that is not of an F and a B" if wrong else ""
 
 
-def _check_complete(schedule: Schedule, where: Where) -> None:
+def _check_complete(
+    schedule: Schedule, positions: Sequence[Position], known: Columns, pipes: Mapping[int, Action]
+) -> None:
     """Each stage, microbatch and slice has what it must have, and each stage its share of the OPTs."""
-    trains = any(action.kind is not Kind.F for action in where)
-    pipes = {action.microbatch: action.pipe for action in where if action.kind is not Kind.OPT}
-    known = {(a.kind, a.stage, a.microbatch, a.slice, a.pipe) for a in where}
-    shares = (Kind.S, Kind.T) if schedule.barriers else ()
-    everything = product(range(schedule.stages), range(schedule.microbatches), range(schedule.slices))
-    for stage, microbatch, piece in everything:
-        unit = (stage, microbatch, piece, pipes.get(microbatch, 0))
-        split = (Kind.I, *unit) in known or (Kind.W, *unit) in known
-        if split and (Kind.B, *unit) in known:
-            fused, part = Action(Kind.B, *unit), Action(Kind.I if (Kind.I, *unit) in known else Kind.W, *unit)
-            marks = {where[fused]: "", where[part]: ""}
-            raise _refusal(schedule, marks, f"rank {where[fused][0]}: both {fused} and {part}; B is I and W in one")
-        backward = ((Kind.I, Kind.W) if split else (Kind.B,)) if trains else ()
-        for kind in (Kind.F, *backward, *shares):
-            if (kind, *unit) not in known:
-                raise _missing(schedule, Action(kind, *unit), where)
+    travellers: list[set[int]] = [set() for _ in schedule.places]
+    for microbatch in range(schedule.microbatches):
+        travellers[pipes[microbatch].pipe if microbatch in pipes else 0].add(microbatch)
+    found = min(_gaps(schedule, known, travellers), default=None)
+    if found is not None:
+        stage, microbatch, piece, _, kind, pipe = found
+        unit = (stage, microbatch, piece, pipe)
+        there = {each: known.get((each, stage, piece, pipe), {}) for each in UNIT}
+        at = {each: column[microbatch] for each, column in there.items() if microbatch in column}
+        if kind not in at:
+            raise _missing(schedule, Action(kind, *unit), positions, known)
+        other = Kind.I if Kind.I in at else Kind.W
+        marks = {positions[at[kind]]: "", positions[at[other]]: ""}
+        both = f"both {Action(kind, *unit)} and {Action(other, *unit)}"
+        raise _refusal(schedule, marks, f"rank {positions[at[kind]][0]}: {both}; B is I and W in one")
     if not all(schedule.table):
         idle = [bool(row) for row in schedule.table].index(False)
         raise ValueError(f"schedule {schedule.name!r}: rank {idle} has nothing to do: no microbatch travels its pipe")
     if schedule.weights is not Weights.SYNC:
-        _check_updates(schedule, where)
+        _check_updates(schedule, positions, known)
 
 
-def _check_updates(schedule: Schedule, where: Where) -> None:
+def _gaps(
+    schedule: Schedule, known: Columns, travellers: Sequence[Set[int]]
+) -> Iterator[tuple[int, int, int, int, Kind, int]]:
+    """The stage, microbatch, slice and kind of what is missing, or of a B beside I or W; and its pipe.
+
+    The number before the kind puts those of one microbatch in order.
+    """
+    trains = any(kind is not Kind.F for kind, *_ in known)
+    for stage, piece, (pipe, everything) in product(
+        range(schedule.stages), range(schedule.slices), enumerate(travellers)
+    ):
+        has = {kind: known.get((kind, stage, piece, pipe), {}).keys() for kind in UNIT}
+        split = has[Kind.I] | has[Kind.W]
+        wrong: list[tuple[Kind, Set[int]]] = [
+            (Kind.B, has[Kind.B] & split),
+            (Kind.F, everything - has[Kind.F]),
+            (Kind.I, split - has[Kind.I]),
+            (Kind.W, split - has[Kind.W]),
+        ]
+        wrong += [(Kind.B, everything - split - has[Kind.B])] if trains else []
+        wrong += [(kind, everything - has[kind]) for kind in (Kind.S, Kind.T)] if schedule.barriers else []
+        for order, (kind, microbatches) in enumerate(wrong):
+            for microbatch in microbatches:
+                yield stage, microbatch, piece, order, kind, pipe
+
+
+def _check_updates(schedule: Schedule, positions: Sequence[Position], known: Columns) -> None:
     """Every stage has OPTs 0 to n - 1, and n divides the number of microbatches."""
-    updates = 1 + max((action.microbatch for action in where if action.kind is Kind.OPT), default=0)
+    updates = 1 + max((n for (kind, *_), column in known.items() if kind is Kind.OPT for n in column), default=0)
     for stage, number in product(range(schedule.stages), range(updates)):
-        if Action(Kind.OPT, stage, number) not in where:
-            raise _missing(schedule, Action(Kind.OPT, stage, number), where)
+        if number not in known.get((Kind.OPT, stage, 0, 0), ()):
+            raise _missing(schedule, Action(Kind.OPT, stage, number), positions, known)
     if schedule.microbatches % updates:
         raise ValueError(
             f"schedule {schedule.name!r}: {updates} OPTs a stage, which do not divide {schedule.microbatches} "
@@ -161,43 +211,45 @@ def _check_updates(schedule: Schedule, where: Where) -> None:
         )
 
 
-def _check_local_order(schedule: Schedule, where: Where, needs: Needs) -> None:
-    for action, (rank, step) in where.items():
-        for need in needs[action]:
-            peer, other = where[need]
+def _check_local_order(schedule: Schedule, found: Examined) -> None:
+    for number, wanted in enumerate(found.needs):
+        rank, step = found.positions[number]
+        for need in wanted:
+            peer, other = found.positions[need]
             if peer == rank and other >= step:
                 how = "comes before" if other > step else "is in one PAIR with"
                 raise _refusal(
                     schedule,
-                    {(rank, step): "", where[need]: ""},
-                    f"rank {rank}, step {step}: {action} {how} {need}, which it needs",
+                    {(rank, step): "", found.positions[need]: ""},
+                    f"rank {rank}, step {step}: {found.parts[number]} {how} {found.parts[need]}, which it needs",
                 )
 
 
-def _check_ends(schedule: Schedule, where: Where, needs: Needs, intervals: list[list[Interval]]) -> None:
+def _check_ends(schedule: Schedule, found: Examined) -> None:
     """Every row ends; of one that does not, because of an order on one rank if there is such a fault."""
-    stuck = {(rank, len(done)): "" for rank, done in enumerate(intervals) if len(done) < len(schedule.table[rank])}
+    ended = [len(done) for done in found.intervals]
+    stuck = {(rank, done): "" for rank, done in enumerate(ended) if done < len(schedule.table[rank])}
     if stuck:
-        _check_local_order(schedule, where, needs)
-        rows = zip(schedule.table, intervals, strict=True)
-        done = {part for row, ran in rows for action in row[: len(ran)] for part in action.parts}
-        waits = "; ".join(_waits(schedule, stuck, done, needs))
+        _check_local_order(schedule, found)
+        waits = "; ".join(_waits(schedule, stuck, ended, found))
         raise _refusal(schedule, stuck, f"the table never ends: {waits}")
 
 
-def _waits(schedule: Schedule, stuck: Mapping[Position, str], done: set[Action], needs: Needs) -> Iterator[str]:
+def _waits(schedule: Schedule, stuck: Mapping[Position, str], ended: Sequence[int], found: Examined) -> Iterator[str]:
     for rank, step in stuck:
-        action = schedule.table[rank][step]
-        missing = next(need for part in action.parts for need in needs[part] if need not in done)
-        yield f"rank {rank} waits at {action} for {missing}"
+        members = (number for number, position in enumerate(found.positions) if position == (rank, step))
+        needs = (need for number in members for need in found.needs[number])
+        missing = next(need for need in needs if found.positions[need][1] >= ended[found.positions[need][0]])
+        yield f"rank {rank} waits at {schedule.table[rank][step]} for {found.parts[missing]}"
 
 
-def _missing(schedule: Schedule, action: Action, where: Where) -> ValueError:
+def _missing(schedule: Schedule, action: Action, positions: Sequence[Position], known: Columns) -> ValueError:
     """The refusal of a schedule without an action, which the grid shows where that of the microbatch before stands."""
     rank = schedule.rank(action)
     row = schedule.table[rank]
-    before = where.get(replace(action, microbatch=action.microbatch - 1))
-    step = before[1] + 1 if before else len(row)
+    same = known.get((action.kind, action.stage, action.slice, action.pipe), {})
+    before = same.get(action.microbatch - 1)
+    step = len(row) if before is None else positions[before][1] + 1
     table = [*schedule.table]
     table[rank] = (*row[:step], action, *row[step:])
     shown = grid(table, {(rank, step): f"no {action}"})

@@ -6,7 +6,6 @@ bubble (p-1)(F+I-2W) for m >= 2p-1, both where W <= min(F, I); that of 2BP is (p
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 from autopart.ir.action import Kind, Schedule
@@ -15,7 +14,7 @@ from autopart.schedules.family import Family, check_count
 from autopart.schedules.fill import fill
 from autopart.schedules.interleaved import interleaved_zb
 from autopart.schedules.play import Clock, unit_costs
-from autopart.schedules.rows import Row, loop, script, split
+from autopart.schedules.rows import Row, loop, script, split, warmed
 
 
 def zb_h1(ranks: int, microbatches: int) -> Schedule:
@@ -47,7 +46,8 @@ def zb_auto(ranks: int, microbatches: int, *, limit: int | None = None) -> Sched
     room = ranks if limit is None else limit
     check_count("limit", room)
     room = min(room, 2 * ranks - 1)  # more is of no use
-    rows = warmed(warmups(ranks, microbatches, max(0, room - ranks), room), microbatches, Kind.I)
+    counts = warmups(ranks, microbatches, max(0, room - ranks), room)
+    rows = warmed(counts, microbatches, Kind.I)
     filled = fill(rows, Clock(loop(ranks, 1), unit_costs(ranks, 1)), room)
     return Schedule("zb-auto", microbatches, loop(ranks, 1), filled)
 
@@ -56,15 +56,6 @@ def warmups(ranks: int, microbatches: int, extra: int, limit: int) -> tuple[int,
     """1F1B's forwards to warm up, and `extra` more: at most as many as ZB-H2 has, and as memory has room for."""
     needed = (ranks - 1 - rank for rank in range(ranks))
     return tuple(min(microbatches, count + min(extra, count), limit - 1) for count in needed)
-
-
-def warmed(counts: Sequence[int], microbatches: int, backward: Kind) -> list[Row]:
-    """Rows of so many forwards each, then a forward and a backward in turn, then the backwards that are left."""
-    b = f"{backward}s"
-    return [
-        script({"s": rank}, (count, "Fs"), (microbatches - count, f"Fs {b}"), (count, b))
-        for rank, count in enumerate(counts)
-    ]
 
 
 FAMILIES = (

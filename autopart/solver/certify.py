@@ -23,6 +23,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from autopart.ir.action import stages_of
 from autopart.solver.chunks import PRECISION, fastest
 from autopart.solver.split import Split, SplitProblem, evaluate, first_segments
 
@@ -105,7 +106,7 @@ def _times(problem: SplitProblem, begin: list[dict[int, z3.BoolRef]], bound: int
 
     for rank in sorted(set(problem.place)):
         terms = []
-        for stage in (stage for stage, at in enumerate(problem.place) if at == rank):
+        for stage in stages_of(problem.place, rank):
             ends = _following(problem, begin, stage)
             terms += [z3.If(literal, problem.time(0, stop), 0) for stop, literal in ends.items()]
             terms += [z3.If(literal, -problem.time(0, start), 0) for start, literal in begin[stage].items()]

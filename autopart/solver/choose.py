@@ -17,7 +17,7 @@ from autopart.solver.chunks import PRECISION, fastest
 from autopart.solver.infeasible import infeasible
 from autopart.solver.request import INSIDE, Pinned, Request, resolve
 from autopart.solver.schedule import Chosen, search
-from autopart.solver.search import Solved, check_schedule, first_fit, flush, stage_seconds, step_seconds
+from autopart.solver.search import Solved, check_schedule, exchanged_seconds, first_fit, flush, stage_seconds
 
 
 def choose(
@@ -130,7 +130,7 @@ def predict(request: Request, solved: Solved) -> Prediction:
     assert all(need.total <= solved.problem.limit for need in memory), "the split keeps the limit when counted afresh"
     busy = candidate.microbatches * sum(both) / candidate.schedule.ranks
     return Prediction(
-        step_seconds=step_seconds(request, solved),
+        step_seconds=length + exchanged_seconds(request, solved),
         bubble=max(0.0, 1 - busy / length) if length else 0.0,
         stage_seconds=both,
         memory=memory,

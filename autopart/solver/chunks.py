@@ -22,6 +22,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 from autopart.solver.split import Split, SplitProblem, bottleneck, evaluate, fewest_bytes
 
@@ -81,13 +82,14 @@ def least_limit(problem: SplitProblem, known: int | None = None) -> int:
     """
     total = sum(problem.times)
     bounds = Bounds(total, total, sum(problem.boundaries))
-    if known is not None and _Search(replace(problem, limit=known - 1)).first(bounds) is None:
+    search = _Search(problem)
+    if known is not None and search.first(bounds, known - 1) is None:
         return known
     low = 0
     high = max(sum(problem.need(stage, 0, problem.segments) for stage in range(problem.stages)), 1)
     while low < high:
         middle = (low + high) // 2
-        if _Search(replace(problem, limit=middle)).first(bounds) is None:
+        if search.first(bounds, middle) is None:
             low = middle + 1
         else:
             high = middle
@@ -101,14 +103,14 @@ class _Search:
         self.problem, self.tired = problem, False
         self.numbers = [[i for i, (_, rank) in enumerate(problem.moments) if rank == at] for at in problem.place]
         self.sums = _sums(problem)
+        self.fastest = int(bottleneck(problem, lambda _, start, stop: problem.time(start, stop)))
+        self.fewest = cache(lambda slowest: fewest_bytes(problem, slowest))
 
     def settled(self, best: Split, bounds: Bounds, slack: float) -> Split:
         """The split with the fastest slowest stage, and so on, whose busiest rank takes at most so much longer."""
-        problem = self.problem
         bounds = replace(bounds, busiest=bounds.busiest + int(slack * bounds.busiest))
-        least = int(bottleneck(problem, lambda _, start, stop: problem.time(start, stop)))
-        best, bounds = self.improved(best, bounds, least, lambda split: split.slowest, "slowest")
-        least = int(fewest_bytes(problem, bounds.slowest)[0][0])
+        best, bounds = self.improved(best, bounds, self.fastest, lambda split: split.slowest, "slowest")
+        least = int(self.fewest(bounds.slowest)[0][0])
         best, bounds = self.improved(best, bounds, least, lambda split: split.boundary, "boundary")
         return self.first(bounds) or best
 
@@ -126,17 +128,21 @@ class _Search:
                 best, high = found, value(found)
         return best, replace(bounds, **{name: high})
 
-    def first(self, bounds: Bounds) -> Split | None:
-        """The split with the nearest cuts that keeps the bounds, None if there is none or none was found in time."""
+    def first(self, bounds: Bounds, limit: int | None = None) -> Split | None:
+        """The split with the nearest cuts that keeps the bounds, None if there is none or none was found in time.
+
+        `limit` is that of the problem unless given.
+        """
         problem = self.problem
         if sum(self._most(rank, bounds.busiest) for rank in range(problem.ranks)) < sum(problem.times):
             return None
         self.bounds, self.looked = bounds, 0
-        self.fewest = fewest_bytes(problem, bounds.slowest)
+        self.limit = problem.limit if limit is None else limit
+        self.crossing = self.fewest(bounds.slowest)
         self.failed: set[tuple[int, int, tuple[int, ...], tuple[int, ...], int]] = set()
         starts = self._from(0, 0, (0,) * problem.ranks, (0,) * len(problem.moments), 0)
         self.tired |= self.looked > PATIENCE
-        return evaluate(problem, starts) if starts is not None else None
+        return evaluate(replace(problem, limit=self.limit), starts) if starts is not None else None
 
     def _most(self, rank: int, busiest: int) -> int:
         """The most time up to a bound that as many intervals as a rank has stages can add up to."""
@@ -160,7 +166,7 @@ class _Search:
         rank = problem.place[stage]
         for stop in self._nearest(stage, start, min(self.bounds.slowest, self.bounds.busiest - loads[rank])):
             more = self._held(stage, start, stop, held)
-            if more is None or crossed + self.fewest[stage + 1][stop] > self.bounds.boundary:
+            if more is None or crossed + self.crossing[stage + 1][stop] > self.bounds.boundary:
                 continue
             then = (*loads[:rank], loads[rank] + problem.time(start, stop), *loads[rank + 1 :])
             if self._reaches(stage + 1, stop, then):
@@ -186,7 +192,7 @@ class _Search:
         more = list(held)
         for number in self.numbers[stage]:
             more[number] += self.problem.held(number, stage, start, stop)
-            if more[number] > self.problem.limit:
+            if more[number] > self.limit:
                 return None
         return tuple(more)
 

@@ -110,7 +110,7 @@ def _microbatches(request: Request) -> Iterator[tuple[str, Request]]:
 
 
 def _schedules(request: Request) -> Iterator[tuple[str, Request]]:
-    """1f1b, else the leanest that fits least lean: v1f1b, vhalf, vmin."""
+    """1f1b, then those that hold less and less: v1f1b, vhalf, vmin."""
     if not request.searched and not request.forwards_first:
         for name in LEAN[:4]:
             if name != request.schedules[0]:

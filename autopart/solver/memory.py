@@ -53,7 +53,7 @@ class MemoryModel:
 
     def rank(self, stages: Sequence[tuple[int, int]], moments: Sequence[Sequence[int]]) -> StageMemory:
         """The memory of a rank, stage by stage: its stages as (start, stop), and how many each keeps at its moments."""
-        alone = [self.stage(start, stop, 0) for start, stop in stages]
+        alone = [self.stage(start, stop) for start, stop in stages]
         saved = [sum(self.segments[i].saved_bytes for i in range(start, stop)) for start, stop in stages]
         return StageMemory(
             sum(stage.parameters for stage in alone),
@@ -63,16 +63,15 @@ class MemoryModel:
             sum(stage.transient for stage in alone),
         )
 
-    def stage(self, start: int, stop: int, flight: int) -> StageMemory:
-        """The memory of segments `start` to `stop` - 1 as one stage that keeps `flight` microbatches."""
+    def stage(self, start: int, stop: int) -> StageMemory:
+        """The memory of segments `start` to `stop` - 1 as one stage, its activations left out."""
         held = [self._held(i, *self._own(i)) for i in range(start, stop)]
         first = {t.name: (i, t) for i in reversed(range(start, stop)) for t in self.segments[i].tied}
         held += [self._held(i, t.nbytes, t.nbytes * t.trainable) for i, t in first.values()]
         parameters, optimizer, gradients = (sum(column) for column in zip(*held, strict=True))
-        saved = sum(self.segments[i].saved_bytes for i in range(start, stop))
         wire = sum(sorted(self._wire(i) for i in range(start, stop))[-2:])
         recomputed = max(self.segments[i].recomputed_bytes for i in range(start, stop))
-        return StageMemory(parameters, optimizer, gradients, saved * flight, wire + recomputed)
+        return StageMemory(parameters, optimizer, gradients, 0, wire + recomputed)
 
     def resident(self) -> tuple[tuple[int, ...], ...]:
         """The interval table: [i][j - i - 1] is the bytes of segments i to j - 1 as a stage, activations left out."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import floor
+from operator import itemgetter
 
 from autopart import schedules
 from autopart.ir.plan_text import format_bytes, format_seconds
@@ -23,6 +24,7 @@ from autopart.schedules.bound import lower_bound
 from autopart.schedules.problem import problems
 from autopart.schedules.spell import is_table
 from autopart.solver.chunks import ways
+from autopart.solver.memory import in_flight
 from autopart.solver.request import FORWARDS_FIRST, Request
 from autopart.solver.search import (
     Candidate,
@@ -30,10 +32,10 @@ from autopart.solver.search import (
     best_split,
     candidates,
     edge_seconds,
+    exchanged_seconds,
     flush,
     pose,
     stage_seconds,
-    step_seconds,
 )
 from autopart.solver.split import Split, evaluate
 
@@ -62,9 +64,10 @@ class Chosen:
 
 @dataclass(frozen=True, slots=True)
 class _Tried:
-    """A solution, its predicted step and the bytes of its fullest rank."""
+    """A solution, its predicted flush and step, and the bytes of its fullest rank."""
 
     solved: Solved
+    length: float
     seconds: float
     peak: int
 
@@ -87,7 +90,7 @@ def search(request: Request, fits: Solved) -> Chosen:
     families, left_out = _families(request, fits.candidate, free)
     tables = [] if request.forwards_first else list(_tables(request, families, free))
     best, *others = sorted((*families, *tables), key=lambda tried: tried.rank)
-    length, bound = flush(request, best.solved).makespan, _bound(request, best.solved)
+    length, bound = best.length, _bound(request, best.solved)
     gap = f"{max(0.0, length / bound - 1) if bound else 0.0:.1%} over the lower bound for its stages"
     note = (
         f"schedule {written(best.text)}: the fastest of {len(families)} families and {len(tables)} table"
@@ -138,8 +141,9 @@ def _tried(request: Request, candidate: Candidate, free: dict[tuple[int, ...], t
         splits = () if split is None else (split,)
     solutions = [Solved(candidate, model, problem, split) for split in splits]
     if solutions:
-        best = min(solutions, key=lambda solved: flush(request, solved).makespan)
-        yield _Tried(best, step_seconds(request, best), max(need.total for need in best.memory()))
+        lengths = [flush(request, solved).makespan for solved in solutions]
+        best, length = min(zip(solutions, lengths, strict=True), key=itemgetter(1))
+        yield _Tried(best, length, length + exchanged_seconds(request, best), best.peak())
 
 
 def _tables(
@@ -147,7 +151,7 @@ def _tables(
 ) -> Iterator[_Tried]:
     """Tables for the stages of the best family of each number of stages, where they may be faster than all families."""
     fitting, ranked = {each.text for each in families}, sorted(families, key=lambda each: each.rank)
-    shortest = flush(request, ranked[0].solved).makespan
+    shortest = ranked[0].length
     for stages in sorted({each.solved.problem.stages for each in families}):
         base = next(each.solved for each in ranked if each.solved.problem.stages == stages)
         if _bound(request, base) >= shortest * (1 - CLOSE):
@@ -159,7 +163,8 @@ def _tables(
             text = schedules.spell(made)
             if text in fitting:
                 break
-            candidate = replace(base.candidate, text=text, schedule=request.scheduled(text, ranks, count))
+            schedule = request.scheduled(text, ranks, count)
+            candidate = replace(base.candidate, text=text, schedule=schedule, moments=in_flight(schedule))
             for tried in _tried(request, candidate, free):
                 fitting.add(text)
                 yield tried
@@ -170,8 +175,7 @@ def _rooms(solved: Solved) -> list[float]:
     problem, segments = solved.problem, solved.model.segments
     saved = [sum(max(n.saved_bytes, n.stash_bytes) for n in segments[i:j]) for i, j in solved.runs]
     rooms = []
-    for rank in range(problem.ranks):
-        held = [stage for stage, at in enumerate(problem.place) if at == rank]
+    for held in solved.held():
         left = problem.limit - sum(problem.resident[i][j - i - 1] for i, j in (solved.runs[stage] for stage in held))
         sizes = [saved[stage] for stage in held]
         most = float(solved.candidate.microbatches)

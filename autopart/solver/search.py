@@ -17,14 +17,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from autopart.ir.action import Kind, Schedule
+from autopart.ir.action import Kind, Schedule, stages_of
 from autopart.ir.mesh import Mesh
 from autopart.ir.plan import StageMemory, first_match
 from autopart.schedules import Timeline
 from autopart.solver.chunks import solve_chunks
 from autopart.solver.memory import MemoryModel, in_flight
 from autopart.solver.request import Request, Rules
-from autopart.solver.split import Split, SplitProblem, solve_split
+from autopart.solver.split import Moment, Split, SplitProblem, solve_split
 from autopart.solver.timing import action_seconds, exchange_seconds, segment_seconds, timeline
 
 # Whole femtoseconds make sums of times exact, so that equal stages compare equal.
@@ -40,6 +40,7 @@ class Candidate:
     placements: Rules
     text: str
     schedule: Schedule
+    moments: tuple[Moment, ...]  # of the schedule
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +64,8 @@ class Solved:
     def held(self) -> tuple[tuple[int, ...], ...]:
         """The stages that each rank holds, in whichever copies of the model."""
         schedule = self.candidate.schedule
-        stages, ranks = range(schedule.stages), range(schedule.ranks)
-        return tuple(tuple(s for s in stages if any(at[s] == rank for at in schedule.places)) for rank in ranks)
+        held = ({s for place in schedule.places for s in stages_of(place, rank)} for rank in range(schedule.ranks))
+        return tuple(tuple(sorted(stages)) for stages in held)
 
     def memory(self) -> tuple[StageMemory, ...]:
         """What the rank of each stage holds at most, stage by stage."""
@@ -85,9 +86,10 @@ def candidates(request: Request) -> Iterator[Candidate]:
     for mesh in _meshes(request):
         alternatives = request.placements if mesh.degree("dp") > 1 else request.placements[:1]
         for made in _schedules(request, mesh):
+            moments = [in_flight(schedule) for _, schedule in made]
             for placements in alternatives:
-                for text, schedule in made:
-                    yield Candidate(mesh, schedule.microbatches, placements, text, schedule)
+                for (text, schedule), held in zip(made, moments, strict=True):
+                    yield Candidate(mesh, schedule.microbatches, placements, text, schedule, held)
 
 
 def check_schedule(request: Request) -> None:
@@ -117,7 +119,7 @@ def pose(request: Request, candidate: Candidate) -> tuple[MemoryModel, SplitProb
         resident=model.resident(),
         saved=tuple(n.saved_bytes for n in numbers),
         place=candidate.schedule.place,
-        moments=in_flight(candidate.schedule),
+        moments=candidate.moments,
         limit=request.memory,
         starts=request.starts,
     )
@@ -128,7 +130,6 @@ def best_split(request: Request, candidate: Candidate, model: MemoryModel, probl
     """The best split, None if none fits the limit; where ranks hold several stages, that with the shortest flush."""
     if problem.ranks == problem.stages:
         return solve_split(problem)
-
     return solve_chunks(problem, lambda split: flush(request, Solved(candidate, model, problem, split)).makespan)
 
 
@@ -150,15 +151,14 @@ def edge_seconds(request: Request, solved: Solved) -> float:
     return request.cluster.link_latency + nbytes / request.cluster.link_bandwidth
 
 
-def step_seconds(request: Request, solved: Solved) -> float:
-    """The predicted time of a step: the pipeline's, then the collectives of the data axis, which do not overlap it."""
+def exchanged_seconds(request: Request, solved: Solved) -> float:
+    """What a step takes beside its flush: the collectives of the data axis, which do not overlap it."""
     model, count = solved.model, solved.candidate.microbatches
     exchanged = [
         exchange_seconds(model.segments[i:j], model.modes[i:j], model.degree, count, request.cluster)
         for i, j in solved.runs
     ]
-    longest = max(sum(exchanged[stage] for stage in held) for held in solved.held())
-    return flush(request, solved).makespan + longest
+    return max(sum(exchanged[stage] for stage in held) for held in solved.held())
 
 
 def first_fit(request: Request) -> Solved | None:

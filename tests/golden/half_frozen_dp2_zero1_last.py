@@ -145,13 +145,11 @@ def stage0_backward(world, batch, k, saved, sum_2):
     d_output = output_backward(b, B, one, *saved.pop(), sum_2)
     d_decoder_2, grads = decoder_2_backward(b, B, d_output, *saved.pop(), *world.parameters("decoder.2"))
     world.accumulate("decoder.2", grads)
-    if last:
-        world.reduce_scatter("decoder.2", axis="dp")
     d_decoder_1 = decoder_1_backward(b, B, d_decoder_2, *saved.pop())
     grads = decoder_0_backward(b, B, d_decoder_1, *saved.pop(), *world.parameters("decoder.0"))
     world.accumulate("decoder.0", grads)
     if last:
-        world.reduce_scatter("decoder.0", axis="dp")
+        world.reduce_scatter(("decoder.2", "decoder.0"), axis="dp")
 
 
 def step(world, batch):
