@@ -22,6 +22,7 @@ from autopart.api import parallelize
 from autopart.api.compiler import captured_step, compile, lower, solve
 from autopart.capture import read
 from autopart.cluster import Cluster
+from autopart.codegen.shapes import Bodies
 from autopart.errors import VerificationError
 from autopart.ir.placement import Partial, Replicate, Shard
 from autopart.ir.plan import Plan
@@ -29,6 +30,8 @@ from autopart.ir.program import Program
 from autopart.ir.segmented import Segmented
 from autopart.passes.segment import segment
 from autopart.passes.verify import verify
+from autopart.passes.verify_between import collectives
+from autopart.passes.verify_texts import read as read_text
 from autopart.testing import assert_parity, reference_random
 from autopart.testing.parity import compare, train
 from examples.gpt import GPT, Config
@@ -449,14 +452,31 @@ def test_a_collective_that_is_missing_or_wrong_is_noticed(
         verify(edited(whole, ranks, old, new))
 
 
-def test_the_order_of_collectives_is_that_of_all_places() -> None:
-    """Two layers that one place calls the other way about; the layers' own collectives are in order."""
+def test_the_order_of_collectives_is_that_of_the_graph() -> None:
+    """Gradients of keys and values, of one shape, are summed the other way about at one place."""
     whole = program("llama", axes(tp=2), CHEAP)
-    sums = re.findall(r"^    (\w+ = world\.\w+_values\(.*\))$", whole.ranks[1].source, re.MULTILINE)
-    first, second = next((a, b) for a, b in pairwise(sums) if a.split("(")[1:] != b.split("(")[1:])
-    swapped = edited(whole, (1,), first, second)
-    with pytest.raises(VerificationError, match=r"rule (values|text|collectives)"):
-        verify(swapped)
+    sums = r"( +\w+ = world\.reduce_scatter_values\(.*\)\n)"
+    changed, count = re.subn(rf"{sums}( +#.*\n){sums}", r"\3\2\1", whole.ranks[1].source, count=1)
+    assert count == 1
+    wrong = replace(whole, ranks=(whole.ranks[0], replace(whole.ranks[1], source=changed)))
+    with pytest.raises(VerificationError, match=r"rule values: rank 1, .* inside it comes reduce_scatter_values of"):
+        verify(wrong)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        (SUM, "addmm_1_sum = addmm_1", r"rule collectives: rank 0, .* at that point rank 1,"),
+        (SUM, f"{SUM}\n    {SUM}", r"rule collectives: rank 0, .* at that point rank 1,"),
+        ("view_3 = aten.view.default(addmm_1_sum", f"{SUM}\n    view_3 = aten.view.default(addmm_1_sum", "rule collectives"),
+    ],
+)
+def test_places_that_do_not_meet_are_noticed(old: str, new: str, message: str) -> None:
+    """By what they do together alone, whatever their graphs say."""
+    wrong = edited(program("gpt", axes(tp=2)), (1,), old, new)
+    texts = [read_text(wrong, rank, wrong.plan.batch, Bodies()) for rank in range(2)]
+    with pytest.raises(VerificationError, match=message):
+        collectives(texts)
 
 
 def test_a_place_that_adds_its_loss_twice_is_noticed() -> None:

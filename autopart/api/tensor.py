@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 from autopart.cluster import Cluster, parse_bytes
@@ -50,7 +50,16 @@ def asked(captured: Captured, batch: int, pins: Pins) -> Inside | None:
     share = -(-batch // mesh.degree("dp"))
     count = count if isinstance(count, int) and count > 0 else 1 if mesh.degree("pp") == 1 else 4 * mesh.degree("pp")
     cluster = pins.get("cluster") or Cluster.preset("cpu", per_node=mesh.size)
-    return Inside(*found, cluster, max(1, -(-share // count)), wanted)
+    return Inside(*found, _linked(cluster, mesh, found[0]), max(1, -(-share // count)), wanted)
+
+
+def _linked(cluster: Cluster, mesh: Mesh, axis: str) -> Cluster:
+    """The cluster with the links that the places of an axis have: those of a node, where each group lies in one."""
+    (first, *others), joints = cluster.groups, cluster.joints
+    nodes = [{rank // first.per_node for rank in mesh.group(rank, axis)} for rank in range(mesh.size)]
+    if others or joints or any(len(each) > 1 for each in nodes):
+        return cluster
+    return replace(cluster, groups=(replace(first, nodes=1),))
 
 
 def limit(pins: Pins, asked: Inside) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from autopart.collectives import collective_name, is_collective
-from autopart.ir.graph import Node, Size, map_arg
+from autopart.ir.graph import Node, Ref, Size, map_arg
 from autopart.ir.segmented import Function
 from autopart.ir.traffic import wire
 
@@ -19,8 +19,8 @@ from autopart.ir.traffic import wire
 class Exchange:
     """One collective that a body calls: its name and axis, the shape and dtype of the whole, and its other arguments.
 
-    `what` is how it reduces, or how the dim is cut: dim, outer and pieces, of all-to-all twice. `line` counts from the
-    body's first line.
+    `what` is how it reduces, or how the dim is cut: dim, outer and pieces, of all-to-all twice. `value` is the local
+    name of what a place brings; `line` counts from the body's first line.
     """
 
     kind: str
@@ -28,6 +28,7 @@ class Exchange:
     shape: tuple[int, ...]
     dtype: torch.dtype
     what: tuple[Any, ...]
+    value: str
     line: int = 0
 
     def same(self) -> tuple[object, ...]:
@@ -41,13 +42,13 @@ class Exchange:
 
     def __str__(self) -> str:
         name = str(self.dtype).removeprefix("torch.")
-        return f"{self.kind}_values of {name}{list(self.shape)} over {self.axis!r} by {self.what}"
+        return f"{self.kind}_values of {self.value}: {name}{list(self.shape)} over {self.axis!r} by {self.what}"
 
 
 def exchange_of(node: Node, batch: int) -> Exchange:
     """The collective that a node is, at a microbatch of `batch` samples."""
-    (out,), (_, axis, *rest) = node.outs, node.args
-    assert out is not None  # a collective that nothing reads is not written
+    (out,), (x, axis, *rest) = node.outs, node.args
+    assert out is not None and isinstance(x, Ref)  # a collective that nothing reads is not written
 
     def number(arg: Any) -> Any:
         return int(arg.at(batch)) if isinstance(arg, Size) else arg
@@ -57,7 +58,7 @@ def exchange_of(node: Node, batch: int) -> Exchange:
     if kind in ("reduce_scatter", "all_to_all"):
         dim, outer, pieces = what[-3:]
         shape = (*shape[:dim], outer * sum(pieces), *shape[dim + 1 :])
-    return Exchange(kind, axis, shape, out.dtype, what)
+    return Exchange(kind, axis, shape, out.dtype, what, x.name)
 
 
 def exchanges(function: Function, batch: int) -> tuple[Exchange, ...]:
@@ -68,11 +69,11 @@ def exchanges(function: Function, batch: int) -> tuple[Exchange, ...]:
 class ExchangeWorld:
     """Stands for the world in a body that runs on tensors without data: notes collectives, makes their shapes.
 
-    `place` are the places of this rank, by axis.
+    `places` are those of this rank, by axis; `operands` the names of what collectives are given, by line of the body.
     """
 
-    def __init__(self, places: Mapping[str, int], file: str, first: int) -> None:
-        self.places, self.file, self.first = places, file, first
+    def __init__(self, places: Mapping[str, int], operands: Mapping[int, str], file: str, first: int) -> None:
+        self.places, self.operands, self.file, self.first = places, operands, file, first
         self.noted: list[Exchange] = []
 
     def all_reduce_values(self, x: torch.Tensor, *, axis: str, how: str) -> torch.Tensor:
@@ -140,4 +141,4 @@ class ExchangeWorld:
         while frame is not None and frame.f_code.co_filename != self.file:
             frame = frame.f_back
         line = frame.f_lineno - self.first if frame is not None else 0
-        self.noted.append(Exchange(kind, axis, shape, x.dtype, what, line))
+        self.noted.append(Exchange(kind, axis, shape, x.dtype, what, self.operands.get(line, ""), line))

@@ -30,16 +30,26 @@ def _communicates(node: ast.FunctionDef) -> bool:
     return [a.arg for a in node.args.args[:1]] == ["world"]
 
 
+def _operands(body: ast.FunctionDef) -> Iterator[tuple[int, str]]:
+    """The line of every call of the world with a name as its first argument, and that name."""
+    for node in ast.walk(body):
+        match node:
+            case ast.Call(func=ast.Attribute(value=ast.Name(id="world")), args=[ast.Name(id=name), *_]):
+                yield node.lineno - body.lineno, name
+
+
 @dataclass(frozen=True, slots=True)
 class Body:
     """A body's text (with all that it calls), and whether what it returns may depend on the size of the whole batch.
 
-    One that `communicates` takes the world before all else.
+    One that `communicates` takes the world before all else; `operands` are the names of what its collectives on values
+    are given, by line of the body.
     """
 
     text: str
     reads_whole: bool
     communicates: bool = False
+    operands: tuple[tuple[int, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +72,8 @@ def parse(source: str, name: str) -> Parsed:
         alone = functions.isdisjoint({*words} - {node.name})
         # Every body has B among its formals; the prologue begins with it.
         reads_whole = node.name == PROLOGUE or not alone or words.count("B") > 1
-        bodies[node.name] = Body(text if alone else source, reads_whole, _communicates(node))
+        operands = tuple(_operands(node)) if _communicates(node) else ()
+        bodies[node.name] = Body(text if alone else source, reads_whole, _communicates(node), operands)
     return Parsed(compile(tree, name, "exec"), bodies)
 
 

@@ -158,7 +158,7 @@ class _Names:
 def _check_exchanges(text: Text, call: Call, wanted: Sequence[Exchange]) -> None:
     """A layer exchanges what its graph has, in that order."""
     for made, needed in zip_longest(call.exchanges, wanted):
-        if made is None or needed is None or made.same() != needed.same():
+        if made is None or needed is None or (made.same(), made.value) != (needed.same(), needed.value):
             where = f"{text.during(call.within)}, {call.function} ({text.where(call.line)})"
             problem = f"inside it comes {made or 'no collective more'} where {needed or 'none'} is due"
             raise fault("values", where, problem, "exchange what the graph of this place exchanges, in that order")
