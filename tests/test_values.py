@@ -78,8 +78,8 @@ def test_one_split_for_another(seed: int, same: bool) -> None:
     shape = [draw.randrange(1, 5) for _ in range(3)]
     first = cut(draw, shape, degree)
     if same:  # three runs of each place's part, or each part in one run
-        dim, outer, sizes = first
-        first, second = (dim, 3, sizes), (dim, 1, [n for n in pieces(3 * sum(sizes), degree)])
+        dim, _, sizes = first
+        first, second = (dim, 3, sizes), (dim, 1, list(pieces(3 * sum(sizes), degree)))
     else:
         second = cut(draw, shape, degree)
         second = ((first[0] + 1 + second[0] % 2) % 3, *second[1:])
