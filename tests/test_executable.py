@@ -9,7 +9,6 @@ from autopart.schedules import build, executable, validate
     ("name", "needs"),
     [
         ("terapipe", "attention over 4 slices"),
-        ("vocab", "an output layer split over the pipeline ranks"),
         ("paci", "optimizer steps between the microbatches"),
     ],
 )
@@ -20,7 +19,7 @@ def test_refused(name, needs):
         executable(build(name, ranks=4, microbatches=12))
 
 
-@pytest.mark.parametrize("name", ["gpipe", "zb-v", "dualpipev", "dualpipe", "bitpipe", "forward"])
+@pytest.mark.parametrize("name", ["gpipe", "zb-v", "dualpipev", "dualpipe", "bitpipe", "vocab", "forward"])
 def test_accepted_without_pairs(name):
     schedule = build(name, ranks=4, microbatches=12)
     made = executable(schedule)

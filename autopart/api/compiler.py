@@ -23,7 +23,7 @@ from autopart.errors import PlanInfeasible
 from autopart.ir.action import Scheduled
 from autopart.ir.captured import Captured
 from autopart.ir.mesh import pieces
-from autopart.ir.plan import Plan
+from autopart.ir.plan import OUTPUT, Plan
 from autopart.ir.program import Program
 from autopart.ir.segmented import Segmented
 from autopart.ir.sharded import Sharded
@@ -46,7 +46,7 @@ from autopart.passes.slices import least_samples
 from autopart.passes.split import split
 from autopart.passes.split_backward import split_backward
 from autopart.passes.verify import verify
-from autopart.schedules.spell import AUTO
+from autopart.schedules.spell import AUTO, splits_output
 from autopart.solver.choose import choose
 from autopart.solver.refine import reason, refine
 from autopart.solver.request import Pins
@@ -86,8 +86,9 @@ def planned(captured: Captured, *, batch: int | None = None, inputs: str = "glob
     Not where tensors are split inside segments: every other cut would be another problem to solve there.
     """
     wanted = named(pins.get("stages"))
-    whole = solve(segment(captured, cuts=wanted), batch=batch, inputs=inputs, **pins)
-    if wanted or len(whole.stages) == 1 or whole.tensor is not None:
+    output = (OUTPUT,) if splits_output(pins.get("schedule")) else ()
+    whole = solve(segment(captured, cuts=(*wanted, *output)), batch=batch, inputs=inputs, **pins)
+    if wanted or output or len(whole.stages) == 1 or whole.tensor is not None:
         return whole
     kept: Pins = {
         **pins,
@@ -178,7 +179,10 @@ def _staged(segmented: Segmented, plan: Plan, state: State | None = None) -> tup
 def _sharded(segmented: Segmented, plan: Plan, state: State | None) -> tuple[Sharded, ...]:
     """recompute and shard. What a place runs is a part of the whole step, which is what is judged over the batch."""
     if plan.tensor is None:
-        return (shard(recompute(segmented, plan.recompute)),)
+        again = plan.recompute
+        if plan.barriers:  # an output layer in parts keeps its logits: to make them again takes as long as the rest
+            again = tuple(name for name in again if name != plan.stages[-1].segments[-1])
+        return (shard(recompute(segmented, again)),)
     whole, placed = shard(segmented), tensor.placed_step(segmented, plan.tensor)
     here = (at_place(segmented, placed, place, state=state) for place in range(plan.inside))
     return tuple(whole.of(recompute(each, plan.recompute)) for each in here)

@@ -146,14 +146,17 @@ def gradients(
     parameters = dict(model.named_parameters(remove_duplicate=False))
     graded = {out.target for out in program.captured.outputs if out.kind == "grad"}
     pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
-    found = whole_gradients(made) if residence is None else {p.target: grad for _, p, grad in made[0].made()}
+    found = whole_gradients(made) if residence is None else {p.name: grad for _, p, grad in made[0].made()}
+    delivered: set[str] = set()
     for unit in program.staged.trained():
-        targets = [parameter.target for parameter in unit.parameters if parameter.target in graded]
+        names = [p.name for p in unit.parameters if p.name in graded and p.name not in delivered]
         if residence is not None and residence.column not in unit.columns:
             # `.grad` is None where one device has None, and nowhere else: loops and optimizers look at that.
-            pairs += [(parameters[target], torch.zeros_like(parameters[target].data)) for target in targets]
+            absent = [p.name for p in unit.parameters if p.target in graded]  # no part of it is here
+            pairs += [(parameters[name], torch.zeros_like(parameters[name].data)) for name in absent]
             continue
-        pairs += [(parameters[target], found[target]) for target in targets if target in found]
+        pairs += [(parameters[name], found[name]) for name in names if name in found]
+        delivered.update(names)
     return pairs
 
 

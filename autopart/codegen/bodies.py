@@ -9,14 +9,26 @@ from autopart.codegen.functions import communicates, function, tuple_of
 from autopart.codegen.layout import Layout
 from autopart.ir.action import Kind
 
-SUFFIX = {Kind.F: "forward", Kind.B: "backward", Kind.I: "backward_input", Kind.W: "backward_weight"}
+SUFFIX = {
+    Kind.F: "forward",
+    Kind.B: "backward",
+    Kind.I: "backward_input",
+    Kind.W: "backward_weight",
+    Kind.S: "logits",
+    Kind.T: "loss",
+}
 """How the functions of bodies and stages are called after what they do."""
+
+_FORWARD = (Kind.F, Kind.S, Kind.T)
+"""Those that run nodes of the forward because it is theirs to do."""
 
 _DOC = {
     Kind.F: "Forward of {}.",
     Kind.B: "Backward of {}.",
     Kind.I: "Backward of {} for its inputs (dgrad).",
     Kind.W: "Backward of {} for its weights (wgrad).",
+    Kind.S: "Logits of {}, this rank's part, and what they add to the sums over all classes.",
+    Kind.T: "This rank's part of the loss of {} and of its gradients, given the other ranks' sums.",
 }
 
 
@@ -71,5 +83,5 @@ def _function(item: Layout, kind: Kind, name: str, doc: str) -> list[str]:
         ", ".join(returned) or "None",
         doc=_DOC[kind].format(doc),
         prefix=item.segment.name.split("@")[0],
-        recomputes=kind is not Kind.F and any(not node.backward for node in phase.function.nodes),
+        recomputes=kind not in _FORWARD and any(not node.backward for node in phase.function.nodes),
     )

@@ -122,7 +122,10 @@ class _TracedWorld:
 
 
 def stage_graphs(program: Program) -> tuple[StageGraphs, ...]:
-    """The graphs of every stage, at the size of the first microbatch of the plan's batch."""
+    """The graphs of every stage, at the size of the first microbatch of the plan's batch.
+
+    After them come those of the parts of an output layer: S for a forward, T for a backward.
+    """
     plan, size = program.plan, program.plan.largest
     modules: dict[tuple[str, str], torch.fx.GraphModule] = {}
     stages = []
@@ -132,6 +135,10 @@ def stage_graphs(program: Program) -> tuple[StageGraphs, ...]:
         names = (f"stage{number}_{SUFFIX[kind]}" for kind in (Kind.B, Kind.I, Kind.W))
         found = (_trace(program, source, n, size, modules) if f"def {n}(" in source else None for n in names)
         stages.append(StageGraphs(forward, *found))
+    for number, stage in enumerate(plan.stages[: program.staged.parts], program.staged.depth):
+        source = program.ranks[stage.ranks[0]].source
+        names = (f"stage{number}_{SUFFIX[kind]}" for kind in (Kind.S, Kind.T))
+        stages.append(StageGraphs(*(_trace(program, source, name, size, modules) for name in names)))
     return tuple(stages)
 
 

@@ -74,13 +74,17 @@ def function_of(
     ``stageN_forward(world, batch, k, edges..., prologue...) -> edges..., outputs..., saved``
     ``stageN_backward(world, batch, k, saved, edges..., prologue...) -> edges..., gradients of inputs...``
     ``stageN_backward_input(...)`` is the same, and returns the ``stash`` too, which is what
-    ``stageN_backward_weight(world, batch, k, stash, prologue...)`` takes.
+    ``stageN_backward_weight(world, batch, k, stash, prologue...)`` takes. A part of the output layer has
+
+    ``stageN_logits(world, batch, k, edges..., prologue...) -> edges..., saved``
+    ``stageN_loss(world, batch, k, saved, edges..., prologue...) -> edges..., outputs...``
 
     Where no gradient leaves the stage, it is the latter that takes all that a backward does. After `saved` come
     `tangents` where the stage makes outputs of a step without a loss. The backward (or W) of microbatch `last`
     completes the gradients of the units in `completed`, by segment, whose reduction begins as soon as each is there.
     """
-    rows = [item for item in (layouts if kind is Kind.F else reversed(layouts)) if kind in item.phases]
+    order = layouts if kind in (Kind.F, Kind.S) else reversed(layouts)
+    rows = [item for item in order if kind in item.phases]
     if kind is not Kind.F and not rows:
         return []
     completed = completed if any(item.phases[kind].gradients for item in rows) else {}
@@ -107,13 +111,15 @@ def function_of(
 def stores_of(staged: Staged, stage: int, kind: Kind) -> tuple[str, str]:
     """What a stage's function takes of what an earlier one kept, and what it keeps itself; "" for nothing."""
     keeps = any(phase.keeps is not None for _, phase in staged.phases(stage, kind))
-    if kind is Kind.F:
+    if kind in (Kind.F, Kind.S):
         return "", "saved" if keeps else ""
     return "saved" if staged.enters(stage, kind) else "stash", "stash" if keeps else ""
 
 
 def stage_edges(staged: Staged, stage: int, kind: Kind) -> tuple[tuple[Edge, ...], tuple[Edge, ...]]:
     """The edges of which a stage's function takes the values, and those that it makes the values for."""
+    if staged.is_part(stage):
+        return staged.part_edges(stage, kind)
     if kind is Kind.F:
         return staged.into(stage, forward=True), staged.out_of(stage, forward=True)
     if staged.enters(stage, kind):
@@ -123,9 +129,9 @@ def stage_edges(staged: Staged, stage: int, kind: Kind) -> tuple[tuple[Edge, ...
 
 def stage_results(staged: Staged, stage: int, kind: Kind) -> tuple[str, ...]:
     """The outputs of the step, or the gradients of inputs, that a stage's function returns."""
-    if kind is Kind.F:
+    if kind in (Kind.F, Kind.T):
         return stage_outputs(staged, stage)
-    return stage_input_gradients(staged, stage) if staged.enters(stage, kind) else ()
+    return () if kind is Kind.S else stage_input_gradients(staged, stage) if staged.enters(stage, kind) else ()
 
 
 def takes_tangents(staged: Staged, stage: int, kind: Kind) -> bool:
@@ -148,7 +154,7 @@ def _tangent(staged: Staged, item: Input, writer: _Writer) -> str:
 
 def stage_outputs(staged: Staged, stage: int) -> tuple[str, ...]:
     """The names of the step's outputs that a stage makes."""
-    made = {name for segment in staged.stages[stage] for name in segment.outputs}
+    made = {name for segment in staged.stages[stage] for name in (*segment.outputs, *segment.backward_outputs)}
     wanted = dict.fromkeys(out.name for out in staged.segmented.captured.outputs if out.kind in ("loss", "output"))
     return tuple(name for name in wanted if name in made)
 
@@ -211,6 +217,8 @@ def _placed(staged: Staged, value: Value, degree: int) -> str:
 
 def _variable(staged: Staged, name: str) -> str:
     """A name for a value between segments: the maker's for activations, ``d_`` and the receiver's for gradients."""
+    if name in {value.name for value in staged.segmented.made}:
+        return name
     for segment in staged.segmented.segments:
         if name in segment.outputs:
             return _numbered(segment.name, segment.outputs.index(name), len(segment.outputs))
@@ -260,6 +268,9 @@ def _result(segment: Segment, kind: Kind, position: int, count: int) -> str:
     """A name for a value that a segment's function returns."""
     if kind is Kind.F:
         return _numbered(segment.name, position, count)
+    if kind in (Kind.S, Kind.T):  # what is told has a name: head.sum@pp1
+        names = segment.outputs if kind is Kind.S else segment.backward_outputs
+        return names[position].partition("@")[0]
     return f"d_{segment.name}_{position}" if position else f"d_{segment.name}"
 
 

@@ -124,7 +124,9 @@ def prologue_inputs(staged: Staged) -> tuple[tuple[str, str, str], ...]:
     )
 
 
-def _edge(source: int, target: int) -> str:
+def _edge(staged: Staged, source: int, target: int) -> str:
+    if staged.is_part(source) and staged.is_part(target):
+        return f"sums_{source}_{target}"
     return f"{'acts' if source < target else 'grads'}_{source}_{target}"
 
 
@@ -133,7 +135,7 @@ def _stores(staged: Staged, stages: Sequence[int]) -> list[str]:
     lines = [f"    {name} = world.store()" for name in kept]
     for edge in (e for e in staged.edges if e.source in stages or e.target in stages):
         local = "  # from stage to stage on this rank" if edge.source in stages and edge.target in stages else ""
-        lines.append(f"    {_edge(edge.source, edge.target)} = world.store(){local}")
+        lines.append(f"    {_edge(staged, edge.source, edge.target)} = world.store(){local}")
     return lines
 
 
@@ -162,12 +164,12 @@ def _action(staged: Staged, action: Action, k: str, indent: str) -> list[str]:
     stage, peer = action.stage, action.peer
     match action.kind:
         case Kind.SEND:
-            line = f"world.send({_edge(stage, peer)}.pop({k}), stage={stage}, to={peer}, microbatch={k})"
+            line = f"world.send({_edge(staged, stage, peer)}.pop({k}), stage={stage}, to={peer}, microbatch={k})"
             return [indent + line]
         case Kind.RECV:
-            like, edge = f"edge_{peer}_{stage}(batch.sizes[{k}])", _edge(peer, stage)
+            like, edge = f"edge_{peer}_{stage}(batch.sizes[{k}])", _edge(staged, peer, stage)
             return [f"{indent}{edge}[{k}] = world.recv({like}, stage={stage}, source={peer}, microbatch={k})"]
-        case Kind.F | Kind.B | Kind.I | Kind.W:
+        case Kind.F | Kind.B | Kind.I | Kind.W | Kind.S | Kind.T:
             body = _compute(staged, stage, action.kind, k)
             head = f'{indent}with world.action("{action.kind}", stage={stage}, microbatch={k}):'
             return [head, *(f"{indent}    {line}" for line in body)]
@@ -177,19 +179,19 @@ def _action(staged: Staged, action: Action, k: str, indent: str) -> list[str]:
 
 def _compute(staged: Staged, stage: int, kind: Kind, k: str) -> list[str]:
     """The call of a stage's function: from its stores, to its stores."""
-    if kind is not Kind.F and not staged.phases(stage, kind):
+    if kind not in (Kind.F, Kind.S) and not staged.phases(stage, kind):
         later = kind is Kind.I and staged.phases(stage, Kind.W)
         return [
             f"pass  # {'no gradient leaves this stage: its backward is all W' if later else 'nothing here is trained'}"
         ]
     taken, kept = stores_of(staged, stage, kind)
     edges_in, edges_out = stage_edges(staged, stage, kind)
-    results = [f"{_edge(stage, edge.target)}[{k}]" for edge in edges_out]
+    results = [f"{_edge(staged, stage, edge.target)}[{k}]" for edge in edges_out]
     results += [f"{name}[{k}]" for name in stage_results(staged, stage, kind)]
     results += [f"{kept}_{stage}[{k}]"] * bool(kept)
     args = ["world", "batch", k, *([f"{taken}_{stage}.pop({k})"] if taken else [])]
     args += ["tangents"] * takes_tangents(staged, stage, kind)
-    args += [f"{_edge(edge.source, stage)}.pop({k})" for edge in edges_in]
+    args += [f"{_edge(staged, edge.source, stage)}.pop({k})" for edge in edges_in]
     args += stage_prologue(staged, stage, kind)
     return call((f"{', '.join(results)} = " if results else "") + f"stage{stage}_{SUFFIX[kind]}", args, "")
 

@@ -37,6 +37,9 @@ ENDS = frozenset({Kind.B, Kind.W})
 SHARED = frozenset({Kind.S, Kind.T})
 """What all ranks perform together."""
 
+COMPLETES = ENDS | {Kind.T}
+"""What makes gradients of a stage's parameters, or of its part of the output layer."""
+
 COMPUTE = frozenset({Kind.F, Kind.B, Kind.I, Kind.W, Kind.R, Kind.PAIR, Kind.S, Kind.T})
 
 _TEXT = re.compile(r"(-?\d+)([A-Z]+)(-?\d+)(?:s(\d+))?(?:p(\d+))?(?:>(\d+))?(?:@(\S+))?")
@@ -209,15 +212,16 @@ class Scheduled:
     table: tuple[tuple[Action, ...], ...]
 
     def last_backward(self, stage: int) -> int:
-        """The microbatch whose B or W a stage performs last, after which its gradients are complete; -1 for none."""
-        done = [a.microbatch for a in self.table[self.schedule.place[stage]] if a.stage == stage and a.kind in ENDS]
+        """The microbatch whose B, W or T a stage performs last, after which its gradients are complete; -1 for none."""
+        row = self.table[self.schedule.place[stage]]
+        done = [a.microbatch for a in row if a.stage == stage and a.kind in COMPLETES]
         return done[-1] if done else -1
 
     def unfinished(self, stage: int) -> frozenset[int]:
         """The stages of the same rank that have a backward to do after the last one of `stage`."""
         row = self.table[self.schedule.place[stage]]
-        ended = max((i for i, a in enumerate(row) if a.stage == stage and a.kind in ENDS), default=len(row))
-        return frozenset(action.stage for action in row[ended + 1 :] if action.kind in ENDS)
+        ended = max((i for i, a in enumerate(row) if a.stage == stage and a.kind in COMPLETES), default=len(row))
+        return frozenset(action.stage for action in row[ended + 1 :] if action.kind in COMPLETES)
 
     def __str__(self) -> str:
         """One line a rank, actions separated by commas."""

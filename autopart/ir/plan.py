@@ -15,6 +15,9 @@ from autopart.ir.tensor_plan import TensorPlan
 
 VERSION = 1
 
+OUTPUT = "<output layer>"
+"""Among the cuts of a segmented model: the last segment is the product with the vocabulary and what comes after it."""
+
 INPUTS = ("global", "local")
 """What a rank may pass to a call: the whole batch, as every other rank does, or its data rank's own samples."""
 
@@ -52,7 +55,7 @@ class Prediction:
 
     step_seconds: float
     bubble: float  # the part of the step that ranks wait for each other, 0 to 1
-    stage_seconds: tuple[float, ...]  # forward and backward of one microbatch, a stage
+    stage_seconds: tuple[float, ...]  # forward and backward of one microbatch, a stage; of an output layer, its part
     memory: tuple[StageMemory, ...]  # a stage
     sent: tuple[tuple[tuple[str, int], ...], ...] = ()  # a rank: (collective, bytes sent per step)
 
@@ -83,6 +86,7 @@ class Plan:
     mirrors: tuple[tuple[int, ...], ...] = ()  # of further copies of the model, the pp rank of each stage
     bucket: int = BUCKET  # bytes up to which parameters and gradients of layers in a row travel together
     tensor: TensorPlan | None = None  # what is split inside segments, where the mesh has an axis for that
+    barriers: int = 0  # where the last segment, the output layer, is split over the pp ranks: those of the schedule
 
     def __post_init__(self) -> None:
         columns = [stage_ranks(self.mesh, column) for column in range(self.mesh.degree("pp"))]
@@ -100,6 +104,11 @@ class Plan:
                     f"plan: a further copy of the model is on the pp ranks {copy}; it has {len(self.stages)} stages, "
                     f"each on one of the {len(columns)} ranks"
                 )
+        if self.barriers not in (0, 1, 2) or (self.barriers and (self.mirrors or len(self.stages) != len(columns))):
+            raise ValueError(
+                f"plan: an output layer split over the pipeline ranks by {self.barriers} barriers needs one stage a "
+                "rank, one copy of the model, and one barrier or two"
+            )
         names = [name for stage in self.stages for name in stage.segments]
         if len(set(names)) != len(names) or not all(stage.segments for stage in self.stages):
             raise ValueError("plan: every stage needs a segment, and every segment exactly one stage")
@@ -129,8 +138,11 @@ class Plan:
         return tuple(self.mesh.coordinate(stage.ranks[0]).get("pp", 0) for stage in self.stages)
 
     def places(self, copies: int) -> tuple[int, ...]:
-        """The pp rank of each stage of the first `copies` copies of the model, one copy's after the other's."""
-        return sum(self.mirrors[: copies - 1], self.place)
+        """The pp rank of each stage of the first `copies` copies of the model, one copy's after the other's.
+
+        The parts of an output layer that is split over the pp ranks are further stages.
+        """
+        return sum(self.mirrors[: copies - 1], self.place) + tuple(range(self.mesh.degree("pp") * bool(self.barriers)))
 
     def together(self, stage: int) -> tuple[int, ...]:
         """The stages that are held where a stage is in the first copy, by whichever copy."""
@@ -153,8 +165,12 @@ class Plan:
 
     @property
     def cuts(self) -> tuple[str, ...]:
-        """The module names at which stages begin, but for the first; the model segmented with them has the stages."""
-        return tuple(stage.segments[0].split("@")[0] for stage in self.stages[1:])
+        """The module names at which stages begin, but for the first; the model segmented with them has the stages.
+
+        And `OUTPUT` where the output layer is split.
+        """
+        names = tuple(stage.segments[0].split("@")[0] for stage in self.stages[1:])
+        return (*names, OUTPUT) if self.barriers else names
 
     def placement_of(self, name: str) -> Placement:
         """The placement of a parameter or module by its dotted name: that of the first match (`first_match`)."""

@@ -142,16 +142,18 @@ class Segmented:
 
     Where a mesh axis splits the tensors inside segments, the bodies are those of one place of it, and `here` says which
     that is; `captured` is the whole step all the same.
+    `made` are values that pass between segments and are not in that graph: those of an output layer in parts.
     """
 
     captured: Captured
     bodies: tuple[Body, ...]
     segments: tuple[Segment, ...]
     here: Here | None = None
+    made: tuple[Value, ...] = ()
 
     def values(self) -> dict[str, Value]:
         """Every value that may pass between segments, by name, in the shape that it has here."""
-        values = {value.name: value for value in self.captured.values()}
+        values = {value.name: value for value in (*self.captured.values(), *self.made)}
         return values | ({value.name: value for value in self.here.values} if self.here is not None else {})
 
     def pieces(self) -> dict[str, Piece]:
@@ -159,12 +161,15 @@ class Segmented:
         return dict(self.here.pieces) if self.here is not None else {}
 
     def phase(self, segment: Segment, kind: Kind) -> Phase | None:
-        """What a segment does in a forward (F), a backward (B) or half of one (I, W); None if nothing."""
+        """What a segment does in a forward (F), a backward (B) or half of one (I, W); None if nothing.
+
+        A part of the output layer has S for its first function, and T for its second.
+        """
         body = self.bodies[segment.body]
         match kind:
-            case Kind.F:
+            case Kind.F | Kind.S:
                 return _forward(segment, body)
-            case Kind.B:
+            case Kind.B | Kind.T:
                 return _backward(segment, body)
             case Kind.I | Kind.W:
                 return _half(segment, body, kind)

@@ -44,6 +44,9 @@ class Staged:
 
     A schedule may place several `copies` of the model, of which a microbatch travels one. They are stages of their own:
     of S stages a copy, stage s of copy c is number c S + s, has the same segments and uses the same units.
+
+    Where the output layer is split over the pipeline ranks, its `parts` are the last stages, one a rank: they have S
+    and T in place of forward and backward.
     """
 
     sharded: Sharded
@@ -52,24 +55,35 @@ class Staged:
     state: State
     backwards: tuple[tuple[Kind, ...], ...] = ()
     copies: int = 1
+    parts: int = 0
 
     @property
     def depth(self) -> int:
-        """The number of stages of a copy of the model."""
-        return len(self.stages) // self.copies
+        """The number of stages of a copy of the model, without the parts of its output layer."""
+        return (len(self.stages) - self.parts) // self.copies
+
+    def is_part(self, stage: int) -> bool:
+        """Whether a stage is a part of the output layer."""
+        return stage >= len(self.stages) - self.parts
 
     @property
     def segmented(self) -> Segmented:
         """The segments, their bodies and the graph."""
         return self.sharded.segmented
 
+    def copy_of(self, stage: int) -> int:
+        """The copy of the model that a stage belongs to; there is one where the output layer is in parts."""
+        return 0 if self.is_part(stage) else stage // self.depth
+
     def kinds(self, stage: int) -> tuple[Kind, ...]:
         """The kinds of actions that a stage performs in a training step."""
+        if self.is_part(stage):
+            return Kind.S, Kind.T
         return Kind.F, *(self.backwards[stage] if self.backwards else (Kind.B,))
 
     def phases(self, stage: int, kind: Kind) -> tuple[tuple[Segment, Phase], ...]:
         """What an action of a stage consists of, in order: the last segment comes first in a backward."""
-        row = self.stages[stage] if kind is Kind.F else reversed(self.stages[stage])
+        row = self.stages[stage] if kind in (Kind.F, Kind.S) else reversed(self.stages[stage])
         found = ((segment, self.segmented.phase(segment, kind)) for segment in row)
         return tuple((segment, phase) for segment, phase in found if phase is not None)
 
@@ -78,13 +92,12 @@ class Staged:
 
         That is W where I has nothing to do.
         """
-        return kind is Kind.B or bool(self.phases(stage, Kind.I)) == (kind is Kind.I)
+        return kind in (Kind.B, Kind.T) or bool(self.phases(stage, Kind.I)) == (kind is Kind.I)
 
     def trained(self) -> tuple[Unit, ...]:
         """The units that get gradients in this step."""
-        homes = self.state.homes()
-        graded = {homes[out.target].name for out in self.segmented.captured.outputs if out.kind == "grad"}
-        return tuple(unit for unit in self.state.units if unit.trainable and unit.name in graded)
+        graded = {out.target for out in self.segmented.captured.outputs if out.kind == "grad"}
+        return tuple(u for u in self.state.units if u.trainable and any(p.name in graded for p in u.parameters))
 
     def shared(self, column: int) -> tuple[Unit, ...]:
         """The units that get gradients on pp rank `column` and on others, which are added up at the step's end."""
@@ -130,6 +143,14 @@ class Staged:
     def out_of(self, stage: int, *, forward: bool) -> tuple[Edge, ...]:
         """The edges that begin at a stage, in order of their target."""
         return tuple(edge for edge in self.edges if edge.source == stage and edge.forward == forward)
+
+    def part_edges(self, stage: int, kind: Kind) -> tuple[tuple[Edge, ...], tuple[Edge, ...]]:
+        """The edges of a part of the output layer whose values its S, or its T, takes; and those of what it makes."""
+        phases = self.phases(stage, kind)
+        taken = {name for _, phase in phases for name in phase.takes}
+        given = {name for _, phase in phases for name in phase.gives}
+        into = tuple(edge for edge in self.edges if edge.target == stage and edge.values[0].name in taken)
+        return into, tuple(edge for edge in self.edges if edge.source == stage and edge.values[0].name in given)
 
     def __str__(self) -> str:
         """A line a stage and a line an edge."""

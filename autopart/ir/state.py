@@ -55,13 +55,20 @@ class Parameter:
     """A parameter by its name in the module, with the shape that programs know.
 
     That is the module's, but where mesh axes split the tensors inside segments: there each of `pieces` is what a place
-    has of the one before it, the first of the module's parameter, and `shape` is that of the last.
+    has of the one before it, the first of the module's parameter, and `shape` is that of the last. Where pipeline ranks
+    have a piece each (of the output layer's weight), these are parameters of their own, `part_of` the module's.
     """
 
     target: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     pieces: tuple[Piece, ...] = ()
+    part_of: str = ""
+
+    @property
+    def name(self) -> str:
+        """The name of the module's parameter."""
+        return self.part_of or self.target
 
     @classmethod
     def of(cls, target: str, shape: tuple[int, ...], dtype: torch.dtype, piece: Piece | None = None) -> Parameter:

@@ -13,7 +13,7 @@ from autopart.codegen.stages import stage_edges, stores_of
 from autopart.ir.action import COMPUTE, Kind, Scheduled
 from autopart.ir.graph import Value
 from autopart.ir.segmented import Function, Phase, defined
-from autopart.ir.staged import Edge, Staged
+from autopart.ir.staged import Staged
 from autopart.passes.costs import copied_inputs
 from autopart.rules.alias import roots
 
@@ -32,8 +32,8 @@ def peak_activations(staged: Staged, scheduled: Scheduled, column: int, sizes: S
     `sizes` are the samples of its microbatches; `whole` says that the one microbatch is the whole batch, so that slices
     of the caller's inputs are those inputs.
     """
-    places, copies = scheduled.schedule.place, range(0, len(staged.stages), staged.depth)
-    held = [[s for s in range(first, first + staged.depth) if places[s] == column] for first in copies]
+    here = [stage for stage, place in enumerate(scheduled.schedule.place) if place == column]
+    held = [[stage for stage in here if staged.copy_of(stage) == copy] for copy in range(staged.copies)]
     kept: dict[int, Kept] = {size: {} for size in set(sizes)}
     for size, found in kept.items():
         for stages in held:  # a microbatch travels one copy of the model, and shares nothing with the others
@@ -66,7 +66,7 @@ def _moves(staged: Staged, kind: Kind, stage: int, peer: int) -> tuple[frozenset
             return frozenset({("edge", stage, peer)}), frozenset()
         case Kind.RECV:
             return frozenset(), frozenset({("edge", peer, stage)})
-        case Kind.F | Kind.B | Kind.I | Kind.W:
+        case Kind.F | Kind.B | Kind.I | Kind.W | Kind.S | Kind.T:
             taken, kept = stores_of(staged, stage, kind)
             edges_in, edges_out = stage_edges(staged, stage, kind)
             emptied = [("edge", e.source, e.target) for e in edges_in] + [(taken, stage, stage)] * bool(taken)
@@ -100,20 +100,18 @@ def _kept(staged: Staged, stages: Sequence[int], batch: int, whole: bool) -> Kep
     kept: Kept = {}
     known: dict[int, _Local] = {}  # by function
 
-    def receive(edges: Sequence[Edge], stage: int) -> None:
-        for edge in edges:
+    def perform(stage: int, kind: Kind) -> None:
+        keeps: dict[str, list[Storage]] = {}
+        for edge in stage_edges(staged, stage, kind)[0]:
             if edge.source not in stages:
                 at.update({v.name: (f"{v.name} at {stage}", v.nbytes(batch)) for v in edge.values})
                 kept["edge", edge.source, stage] = frozenset(at[v.name] for v in edge.values)
-
-    def perform(stage: int, kind: Kind) -> None:
-        keeps: dict[str, list[Storage]] = {}
         for segment, phase in staged.phases(stage, kind):
             if id(phase.function) not in known:
                 known[id(phase.function)] = _Local.of(phase.function)
             local = known[id(phase.function)]
             keeps[segment.name] = _phase(f"{segment.name} {kind}", phase, local, saved.get(segment.name, ()), at, batch)
-        if kind is Kind.F:
+        if kind in (Kind.F, Kind.S):
             saved.update(keeps)
         edges_out = stage_edges(staged, stage, kind)[1]
         kept.update({("edge", e.source, e.target): frozenset(at[v.name] for v in e.values) for e in edges_out})
@@ -121,10 +119,8 @@ def _kept(staged: Staged, stages: Sequence[int], batch: int, whole: bool) -> Kep
 
     for stage in stages:
         at.update(_inputs(staged, stage, batch, whole))
-        receive(staged.into(stage, forward=True), stage)
-        perform(stage, Kind.F)
+        perform(stage, staged.kinds(stage)[0])
     for stage in reversed(stages):
-        receive(staged.into(stage, forward=False), stage)
         for kind in staged.kinds(stage)[1:]:
             if staged.enters(stage, kind):  # what comes after it keeps nothing
                 perform(stage, kind)

@@ -47,7 +47,7 @@ def costs(segmented: Segmented) -> tuple[SegmentCost, ...]:
     and so does the next segment if it keeps the same; the caller's batch, parameters and buffers are not counted.
     `boundary_bytes` are the values that come from other segments, the caller's inputs left out. The halves of a whole
     backward are as if all gradients that it hands on left the stage; what W runs again of I (views, pointwise
-    operators) is not counted.
+    operators) is not counted. Nor are parameters that the graph does not have: the parts of an output layer's.
     """
     parameters, pieces = {item.target: item for item in segmented.captured.of_kind("parameter")}, segmented.pieces()
     users = Counter(target for segment in segmented.segments for target in segment.parameters)
@@ -59,7 +59,7 @@ def costs(segmented: Segmented) -> tuple[SegmentCost, ...]:
         key = segment.body, origins
         if key not in shared:
             shared[key] = _expressions(segmented.bodies[segment.body], segment, origins, segmented.captured.batch)
-        mine = {target: parameters[target] for target in segment.parameters}
+        mine = {target: parameters[target] for target in segment.parameters if target in parameters}
         here = {
             target: replace(item.value, shape=pieces[target].local) for target, item in mine.items() if target in pieces
         }

@@ -143,7 +143,7 @@ class _Local:
         parts = lengths(rule.factors[cut.factor].size, cut.outer, cut.unit, self.degree)
         assert parts is not None  # only legal splits are chosen
         start = plus(parts[: self.place])
-        writer = Writer(ruled.node, refs, tuple(outs), self.axis, start, parts[self.place], self._fresh)
+        writer = Writer(ruled.node, refs, tuple(outs), self.axis, start, parts[self.place], self.degree, self._fresh)
         ruled.spread.write(writer, ruled.call)
         self.nodes += writer.nodes
 

@@ -18,7 +18,7 @@ from autopart.codegen.exchange import exchanges
 from autopart.codegen.moves import Bucket, Moves, moves
 from autopart.codegen.stages import reads_prologue
 from autopart.codegen.step import outputs
-from autopart.ir.action import COMPUTE, ENDS, Action, Kind, Scheduled, stages_of
+from autopart.ir.action import COMPLETES, COMPUTE, Action, Kind, Scheduled, stages_of
 from autopart.ir.cost import OPTIMIZER_RATIO
 from autopart.ir.mesh import pieces
 from autopart.ir.plan import Plan, StageMemory
@@ -253,7 +253,7 @@ def _transient(staged: Staged, scheduled: Scheduled, column: int, degree: int) -
             rows = moves(staged, stage, kind, degree, {})
             ahead = max(ahead, _gathered(rows, degree))
             reduced[stage] = [_wire(bucket, degree) for each in rows for bucket in each.reduces]
-    order = [action.stage for action in scheduled.table[column] if action.kind in ENDS]
+    order = [action.stage for action in scheduled.table[column] if action.kind in COMPLETES]
     on_the_way = [size for stage in order for size in reduced[stage]]
     return ahead + max((a + b for a, b in pairwise([*on_the_way, 0])), default=0)
 

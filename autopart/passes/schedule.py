@@ -12,7 +12,7 @@ from dataclasses import replace
 from autopart import schedules
 from autopart.codegen.moves import moves
 from autopart.ir import plan_text
-from autopart.ir.action import ENDS, Action, Kind, Schedule, Scheduled
+from autopart.ir.action import COMPLETES, SHARED, Action, Kind, Schedule, Scheduled
 from autopart.ir.plan import Plan
 from autopart.ir.staged import Staged
 from autopart.ir.state import Unit
@@ -35,9 +35,15 @@ def schedule(staged: Staged, plan: Plan) -> Scheduled:
             f"{_told((plan.place, *plan.mirrors))}; plan again with this schedule"
         )
     made = schedules.executable(made)
+    if made.barriers != plan.barriers:
+        raise ValueError(
+            f"schedule: {plan_text.schedule(plan.schedule)} has its output layer split over the pipeline ranks by "
+            f"{made.barriers} barriers, but the plan by {plan.barriers}; plan again with this schedule"
+        )
     if captured.deferred:
         _check_deferred(made)
-    edges = frozenset((edge.source, edge.target) for edge in staged.edges if edge.source < staged.depth)
+    one = staged.depth + staged.parts  # the stages of one copy of the model
+    edges = frozenset((e.source, e.target) for e in staged.edges if max(e.source, e.target) < one)
     return unfolded(schedules.lower(made, edges))
 
 
@@ -47,7 +53,7 @@ def built(plan: Plan, *, training: bool = True) -> Schedule:
     Raises ValueError for a schedule that cannot be made for the plan's ranks and microbatches.
     """
     if not training:
-        return placed.forwards(plan.place, plan.microbatches)
+        return placed.forwards(plan.place, plan.microbatches, plan.barriers)
     return schedules.make(plan.schedule, ranks=plan.mesh.degree("pp"), microbatches=plan.microbatches)
 
 
@@ -58,19 +64,23 @@ def _told(places: Sequence[tuple[int, ...]]) -> str:
 def unfolded(scheduled: Scheduled) -> Scheduled:
     """With the stages of every copy of the model numbered through, as programs have them (`Staged.copies`).
 
+    So are the parts of an output layer.
+
     before: 1F0 1F2p1   after: 1F0 3F2   (two copies of two stages)
+    before: 1F0 1S0     after: 1F0 3S0   (an output layer split over two stages)
     """
     schedule = scheduled.schedule
-    if not schedule.mirrors:
+    if not schedule.mirrors and not schedule.barriers:
         return scheduled
 
     def renumbered(action: Action) -> Action:
-        first = action.pipe * schedule.stages
-        peer = action.peer + first if action.peer >= 0 else action.peer
+        first = (action.pipe or action.kind in SHARED) * schedule.stages
+        peer = action.peer + first if action.peer >= 0 else action.peer  # of a message of the output layer: as it is
         return replace(action, stage=action.stage + first, peer=peer, pipe=0)
 
     table, lowered = (tuple(tuple(map(renumbered, row)) for row in rows) for rows in (schedule.table, scheduled.table))
-    whole = replace(schedule, place=sum(schedule.mirrors, schedule.place), table=table, mirrors=())
+    parts = tuple(range(schedule.ranks * bool(schedule.barriers)))
+    whole = replace(schedule, place=sum(schedule.mirrors, schedule.place) + parts, table=table, mirrors=())
     return Scheduled(whole, lowered)
 
 
@@ -121,7 +131,7 @@ def with_collectives(staged: Staged, scheduled: Scheduled, degree: int) -> tuple
         units = staged.state.on(column)
         made = [Action(Kind.GATHER, -1, -1, unit=unit.name) for unit in units if unit.updated_in_parts(degree)]
         for action in row:
-            last = action.kind in ENDS and action.microbatch == lasts[action.stage]
+            last = action.kind in COMPLETES and action.microbatch == lasts[action.stage]
             key = action.stage, action.kind, last
             if key not in known:
                 done = completed[action.stage] if last else {}

@@ -19,9 +19,11 @@ from itertools import groupby
 from autopart.errors import CaptureError
 from autopart.ir.captured import Captured
 from autopart.ir.graph import Node
+from autopart.ir.plan import OUTPUT
 from autopart.ir.segmented import Segmented
 from autopart.passes.accumulate import is_sum, regroup
 from autopart.passes.bodies import build
+from autopart.passes.output_layer import begins
 
 LARGEST = 1 / 8
 """A module that makes up more of the forward than this is cut into its children (a numbered one: more than half)."""
@@ -31,9 +33,11 @@ def segment(captured: Captured, *, cuts: Sequence[str] = ()) -> Segmented:
     """Cut the graph; `cuts` are module names at which a segment must begin.
 
     A cut within a module that would be a segment parts it there and nowhere else: what comes before keeps the module's
-    name, what begins with the cut has the cut's (``h.4``, ``h.4.mlp``).
+    name, what begins with the cut has the cut's (``h.4``, ``h.4.mlp``). With the cut `OUTPUT`, the product with the
+    vocabulary and all that comes after it are the last segment.
 
-    Raises ValueError if a name in `cuts` is no module that computes anything.
+    Raises ValueError if a name in `cuts` is no module that computes anything, CaptureError where there is no output
+    layer.
     """
     forward, names, number = numbered(captured, tuple(cuts))
     home = {name: number[i] for i, node in enumerate(forward) for name in node.names()}
@@ -46,9 +50,21 @@ def numbered(captured: Captured, cuts: tuple[str, ...]) -> tuple[list[Node], lis
     """The forward nodes, the names of the segments that `segment` makes, and each node's segment number."""
     forward = [node for node in captured.nodes if not node.backward]
     labels = _with_parameters(_labels(forward), forward, captured)
-    names, number = _runs(_parted(labels, forward, cuts), cuts)
-    _check_cuts(cuts, names, forward)
-    return forward, names, number
+    modules = tuple(cut for cut in cuts if cut != OUTPUT)
+    names, number = _runs(_parted(labels, forward, modules), modules)
+    _check_cuts(modules, names, forward)
+    return (forward, *(_apart(captured, forward, names, number) if OUTPUT in cuts else (names, number)))
+
+
+def _apart(captured: Captured, forward: list[Node], names: list[str], number: list[int]) -> tuple[list[str], list[int]]:
+    """The segments with the output layer for the last one."""
+    first = begins(captured)
+    before = [names[n] for n in dict.fromkeys(number[:first])]
+    kept = {n: i for i, n in enumerate(dict.fromkeys(number[:first]))}
+    wish = next((node.module for node in forward[first:] if node.module), "output")
+    name = wish if wish not in before else f"{wish}@{sum(other.split('@')[0] == wish for other in before)}"
+    count = len(forward) - first
+    return [*before, name], [*(kept[n] for n in number[:first]), *[len(before)] * count]
 
 
 def _check_cuts(cuts: Sequence[str], names: list[str], forward: list[Node]) -> None:

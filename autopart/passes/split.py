@@ -8,7 +8,7 @@ after:  stage 0: wte h.0 h.1   stage 1: h.2 h.3 head   edges 0 -> 1 (activations
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -23,6 +23,7 @@ from autopart.ir.segmented import Segment, Segmented
 from autopart.ir.sharded import Sharded
 from autopart.ir.staged import Edge, Staged
 from autopart.ir.state import Parameter, State, Unit
+from autopart.passes.split_output import split_output
 
 
 def split(sharded: Sharded, plan: Plan, *, state: State | None = None) -> Staged:
@@ -32,12 +33,16 @@ def split(sharded: Sharded, plan: Plan, *, state: State | None = None) -> Staged
 
     Raises CaptureError if this program uses a parameter on a stage that does not hold it, or a buffer elsewhere than
     where its forwards update it; where the plan has further copies of the model, if a forward updates buffers, or if
-    the step makes anything but sums over the batch, of which every copy would have some samples.
+    the step makes anything but sums over the batch, of which every copy would have some samples; where the output layer
+    is split over the pipeline ranks, if it cannot be.
     """
-    segmented = sharded.segmented
-    stages = _stages(segmented, plan)
+    stages, parameters = _stages(sharded.segmented, plan), dict[str, Parameter]()
+    if plan.barriers:
+        divided = split_output(sharded, stages, plan.barriers)
+        sharded, stages, parameters = divided.sharded, divided.stages, dict(divided.parameters)
+    segmented, parts = sharded.segmented, len(plan.stages) * bool(plan.barriers)
     if state is None:
-        state = place(segmented, stages, plan)
+        state = place(segmented, stages, plan, parameters)
     elif segmented.here is not None:
         state = state.having(segmented.pieces())
     _check_holders(stages, state)
@@ -50,7 +55,7 @@ def split(sharded: Sharded, plan: Plan, *, state: State | None = None) -> Staged
         for first in range(0, copies * len(stages), len(stages))
         for edge in _edges(segmented, stages)
     )
-    return Staged(sharded, stages * copies, edges, state, copies=copies)
+    return Staged(sharded, stages * copies, edges, state, copies=copies, parts=parts)
 
 
 def undivided(captured: Captured) -> str:
@@ -98,10 +103,13 @@ class _Kind:
     modes: Modes
 
 
-def place(segmented: Segmented, stages: Sequence[Sequence[Segment]], plan: Plan) -> State:
+def place(
+    segmented: Segmented, stages: Sequence[Sequence[Segment]], plan: Plan, parts: Mapping[str, Parameter]
+) -> State:
     """Put every used parameter in a unit: a segment's own together, those of several segments alone.
 
-    A unit is on the stages that use it in every copy of the model.
+    A unit is on the stages that use it in every copy of the model. `parts` are those of parameters of the output layer,
+    by their targets.
     """
     captured, pieces = segmented.captured, segmented.pieces()
     users: dict[str, list[tuple[int, str]]] = {}
@@ -113,10 +121,11 @@ def place(segmented: Segmented, stages: Sequence[Sequence[Segment]], plan: Plan)
     graded = {out.target for out in captured.outputs if out.kind == "grad"}
     groups: dict[_Kind, list[str]] = {}
     for target, used in users.items():
-        item, shared = inputs[target], len(used) > 1
-        modes = plan.placement_of(target).on("dp")
+        name = parts[target].name if target in parts else target
+        item, shared = inputs[name], len(used) > 1
+        modes = plan.placement_of(name).on("dp")
         owner, grad = target if shared else used[0][1], item.requires_grad
-        kind = _Kind(owner, shared, grad, grad and target in graded, item.value.dtype, modes)
+        kind = _Kind(owner, shared, grad, grad and name in graded, item.value.dtype, modes)
         groups.setdefault(kind, []).append(target)
     places = plan.places(1 + len(plan.mirrors))
     units: list[Unit] = []
@@ -125,7 +134,10 @@ def place(segmented: Segmented, stages: Sequence[Sequence[Segment]], plan: Plan)
         name = f"{kind.owner}+{taken[kind.owner]}" if taken[kind.owner] else kind.owner
         taken[kind.owner] += 1
         parameters = tuple(
-            Parameter.of(target, inputs[target].value.at(1), kind.dtype, pieces.get(target)) for target in targets
+            parts[target]
+            if target in parts
+            else Parameter.of(target, inputs[target].value.at(1), kind.dtype, pieces.get(target))
+            for target in targets
         )
         first = {number for target in targets for number, _ in users[target]}
         holders = tuple(s for s in range(len(places)) if s % len(stages) in first)

@@ -52,7 +52,9 @@ def split_backward(staged: Staged, schedule: Schedule, *, samples: int) -> Stage
         stages.append(tuple(segments))
     inside = tuple(staged.sharded.inside[old] for old, _ in numbers)
     whole = replace(
-        staged.segmented, bodies=tuple(made), segments=tuple(s for row in stages[: staged.depth] for s in row)
+        staged.segmented,
+        bodies=tuple(made),
+        segments=tuple(s for row in stages[: staged.depth + staged.parts] for s in row),
     )
     sharded = replace(staged.sharded, segmented=whole, inside=inside)
     return replace(staged, sharded=sharded, stages=tuple(stages), backwards=backwards)

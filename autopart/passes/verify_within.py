@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 from autopart.codegen.recording_world import Event
 from autopart.errors import VerificationError
-from autopart.ir.action import ENDS, Action, Kind
+from autopart.ir.action import COMPLETES, SHARED, Action, Kind
 from autopart.ir.staged import Staged
 from autopart.ir.state import State, Unit
 from autopart.passes.verify_texts import Text, fault
@@ -59,12 +59,12 @@ def copies_travelled(texts: Sequence[Text], staged: Staged, microbatches: int) -
     for text in texts:
         for action in text.performed:
             other = found.setdefault(action.microbatch, action)
-            if action.stage // staged.depth != other.stage // staged.depth:
+            if staged.copy_of(action.stage) != staged.copy_of(other.stage):
                 problem = f"{other} is in another copy of the model"
                 raise fault("work", text.during(action), problem, "a microbatch travels one copy, from end to end")
-    copies = [found[k].stage // staged.depth if k in found else 0 for k in range(microbatches)]
+    copies = [staged.copy_of(found[k].stage) if k in found else 0 for k in range(microbatches)]
     return tuple(
-        tuple(k for k, copy in enumerate(copies) if copy == stage // staged.depth)
+        tuple(k for k, copy in enumerate(copies) if copy == staged.copy_of(stage))
         for stage in range(len(staged.stages))
     )
 
@@ -84,6 +84,7 @@ def work(text: Text, needed: Sequence[Needs], state: State, travelled: Sequence[
             each = "one forward and one backward" if training else "one forward"
             halves = ", whole (B) or in two (I, then W)" if Kind.I in needed[action.stage].reads else ""
             remedy = f"each microbatch needs {each} on each stage that the rank holds{halves}"
+            remedy = "each microbatch needs one S and one T on every rank" if action.kind in SHARED else remedy
             raise fault("work", text.during(action), f"performed {count} times, not {wanted}", remedy)
     _check_halves(text)
     _check_reads(text, needed, state)
@@ -92,6 +93,8 @@ def work(text: Text, needed: Sequence[Needs], state: State, travelled: Sequence[
 
 def _due(done: Mapping[Action, int], need: Needs, stage: int, k: int, training: bool) -> tuple[Kind, ...]:
     """The kinds of actions that a stage owes a microbatch: where it may do either, B if it does that."""
+    if Kind.S in need.reads:
+        return Kind.S, Kind.T
     if not training:
         return (Kind.F,)
     if Kind.I not in need.reads or (Kind.B in need.reads and done.get(Action(Kind.B, stage, k))):
@@ -171,12 +174,12 @@ def _check_contributions(text: Text, needed: Sequence[Needs], state: State) -> i
     found: dict[Action, Counter[str]] = {}
     places: dict[tuple[Action, str], set[int]] = {}
     for event in text.events:
-        if event.call == "action" and event.action is not None and event.action.kind in ENDS:
+        if event.call == "action" and event.action is not None and event.action.kind in COMPLETES:
             found[event.action] = Counter()
         if not contributes(event):
             continue
         unit, action = state.unit(event.unit), event.within
-        if action is None or action.kind not in ENDS:
+        if action is None or action.kind not in COMPLETES:
             problem = "it is outside of a backward (W, where it is in two)"
             raise fault("gradients", text.at(event), problem, "add gradients where they are made")
         at_once = unit.reduced_at_once(degree)

@@ -1,9 +1,9 @@
 """Operators that need all of a loop at once, and how the places of an axis run them with that loop split.
 
-A softmax over a split dim takes the maximum and the sum over all places; a lookup in a split table finds what its
-place has, and zero elsewhere. So a vocabulary stays split from the embedding to the loss.
+A softmax over a split dim gathers one number a place, the logarithm of its sum; a lookup in a split table finds what
+its place has, and zero elsewhere. So a vocabulary stays split from the embedding to the loss.
 
-    log_softmax(x)         x - m - log(all_reduce(sum(exp(x - m)))), m = all_reduce(max(x))
+    log_softmax(x)         x - logsumexp(all_gather(logsumexp(x)))
     embedding(w, i)        rows of this place's part of w; zero for other rows. The places' results add up
     nll_loss(x, t)         the loss of the targets of this place's classes, all others ignored. These add up, too
 
@@ -32,14 +32,16 @@ SUM = 2
 class Writer:
     """Writes the nodes of one operator call at one place, whose operands are `refs` (by slot) and results `outs`.
 
-    `start` is where this place's piece of the split loop begins, `length` how long it is; `name` gives unused names.
+    `start` is where this place's piece of the split loop begins, `length` how long it is, `degree` how many places
+    there are; `name` gives unused names.
     """
 
     def __init__(
         self, node: Node, refs: Mapping[str, Value], outs: Sequence[Value | None], axis: str, start: Dim, length: Dim,
-        name: Callable[[str], str],
+        degree: int, name: Callable[[str], str],
     ) -> None:  # fmt: skip
         self.node, self.refs, self.outs, self.axis, self.start, self.length = node, refs, outs, axis, start, length
+        self.degree = degree
         self.nodes: list[Node] = []
         self._name = name
 
@@ -83,7 +85,8 @@ class Writer:
 class Spread:
     """A blocked loop that may be split after all: `write` writes one place's nodes; results that lack the loop add up.
 
-    Meanwhile the places all-reduce `exchanges` tensors, as large as one operand without one dim (`along`: both).
+    Meanwhile the places all-reduce, or gather, `exchanges` tensors, as large as one operand without one dim (`along`:
+    both).
     """
 
     factor: int
@@ -124,21 +127,23 @@ def _softmax_like(write: Callable[[Writer, Call], None], slot: str, exchanges: i
     return found
 
 
-def _shifted(w: Writer, dim: int) -> tuple[Value, Value]:
-    """``x - max`` and the sum of its exponentials over all places."""
+def _logarithm(w: Writer, dim: int) -> Value:
+    """The logarithm of the sum of the exponentials over all places, of which each brings that of its own sum."""
     x = w.refs["self"]
-    shifted = w(aten.sub.Tensor, x, w.reduced(aten.amax.default, x, dim, "max"), like=x)
-    return shifted, w.reduced(aten.sum.dim_IntList, w(aten.exp.default, shifted, like=x), dim, "sum")
+    thin = Value("", tuple(1 if i == dim else n for i, n in enumerate(x.shape)), x.dtype)
+    each = Value("", tuple(w.degree if i == dim else n for i, n in enumerate(x.shape)), x.dtype)
+    part = w(aten.logsumexp.default, x, (dim,), True, like=thin)
+    every = w(operator("all_gather"), part, w.axis, dim, 1, (1,) * w.degree, like=each)
+    return w(aten.logsumexp.default, every, (dim,), True, like=thin)
 
 
 def _log_softmax(w: Writer, call: Call) -> None:
-    shifted, total = _shifted(w, _dim(call, "self"))
-    w.last(aten.sub.Tensor, shifted, w(aten.log.default, total, like=total))
+    w.last(aten.sub.Tensor, w.refs["self"], _logarithm(w, _dim(call, "self")))
 
 
 def _softmax(w: Writer, call: Call) -> None:
-    shifted, total = _shifted(w, _dim(call, "self"))
-    w.last(aten.div.Tensor, w(aten.exp.default, shifted, like=shifted), total)
+    x = w.refs["self"]
+    w.last(aten.exp.default, w(aten.sub.Tensor, x, _logarithm(w, _dim(call, "self")), like=x))
 
 
 def _log_softmax_backward(w: Writer, call: Call) -> None:
@@ -243,8 +248,8 @@ def _nll_backward(w: Writer, call: Call) -> None:
 
 
 SPREADS: Mapping[str, Callable[[Call, Rule], Spread | None]] = {
-    "_softmax": _softmax_like(_softmax, "self", 2),
-    "_log_softmax": _softmax_like(_log_softmax, "self", 2),
+    "_softmax": _softmax_like(_softmax, "self", 1),
+    "_log_softmax": _softmax_like(_log_softmax, "self", 1),
     "_softmax_backward_data": _softmax_like(_softmax_backward, "output", 1),
     "_log_softmax_backward_data": _softmax_like(_log_softmax_backward, "output", 1),
     "embedding": _embedding,

@@ -48,7 +48,11 @@ class Residence:
         self.whole: dict[str, torch.Tensor] = {}
         self.trained = {name: parameter.requires_grad for name, parameter in self.parameters.items()}
         self.everyone = tuple(range(transport.size))
-        self._homes = {p.target: (unit, p) for unit in state.units for p in unit.parameters}
+        self._homes: dict[str, tuple[Unit, Parameter]] = {}
+        for unit in state.units:
+            for p in unit.parameters:  # of one that pp ranks have a part of each, this rank's
+                if p.name not in self._homes or self.column in unit.columns:
+                    self._homes[p.name] = unit, p
         transport.prepare(self._groups())
         self._check_pieces()
         for buffer in model.buffers():
@@ -91,7 +95,7 @@ class Residence:
 
     def _place(self, unit: Unit, parameter: Parameter) -> None:
         """Make the user's Parameter what this rank has of it; remember the whole where it is kept."""
-        mine = self.parameters[parameter.target]
+        mine = self.parameters[parameter.name]
         made = self._held(unit, parameter, mine)
         mine.grad = None
         if mine.is_meta:
@@ -102,7 +106,7 @@ class Residence:
     def _held(self, unit: Unit, parameter: Parameter, mine: torch.Tensor) -> torch.Tensor:
         """What this rank has of a parameter: values of `mine`, or memory for them where that is on meta."""
         if self.column not in unit.columns or unit.gathered(self.degree):
-            return self._made(self._elements(parameter.target), mine)
+            return self._made(self._elements(parameter.name), mine)
         whole = self.whole[parameter.target] = self._made(parameter.elements, mine)
         return cut(unit, parameter, whole, self.part, self.degree)
 
@@ -121,15 +125,15 @@ class Residence:
         made.parameters = {name: copy.deepcopy(parameter, memo) for name, parameter in self.parameters.items()}
         made.whole = {name: tensor.clone() for name, tensor in self.whole.items()}
         for name, (unit, parameter) in self._homes.items():
-            if name in made.whole:
-                made.parameters[name].data = cut(unit, parameter, made.whole[name], self.part, self.degree)
+            if parameter.target in made.whole:
+                made.parameters[name].data = cut(unit, parameter, made.whole[parameter.target], self.part, self.degree)
         return made
 
     def check(self, model: torch.nn.Module) -> None:
         """Raise ValueError where the module's parameters are no longer those that were cut."""
         parameters = dict(model.named_parameters(remove_duplicate=False))
         trains = torch.is_grad_enabled() and any(p.requires_grad for p in parameters.values())
-        dtypes = {p.target: p.dtype for unit in self.state.units for p in unit.parameters}
+        dtypes = {p.name: p.dtype for unit in self.state.units for p in unit.parameters}
         for name in dict.fromkeys([*parameters, *self.parameters]):
             mine = parameters.get(name)
             if mine is None or mine is not self.parameters.get(name):
@@ -147,7 +151,7 @@ class Residence:
 
     def states(self) -> States:
         """The state for one step."""
-        parts = {name: parameter.data for name, parameter in self.parameters.items()}
+        parts = {parameter.target: self.parameters[name].data for name, (_, parameter) in self._homes.items()}
         return States(self.state, self.mesh, self.transport.rank, parts, self.whole)
 
     # What is here of each parameter (`runtime.parts.Holder`)
@@ -169,7 +173,11 @@ class Residence:
 
     def slots(self) -> list[Slot]:
         """Where values of parameters belong on this rank: what it keeps beside the user's Parameters, else those."""
-        kept = {name: Slot(name, self._homes[name][1].elements, whole) for name, whole in self.whole.items()}
+        kept = {
+            name: Slot(name, parameter.elements, self.whole[parameter.target])
+            for name, (_, parameter) in self._homes.items()
+            if parameter.target in self.whole
+        }
         every = [kept.get(name) or self.slot(name) for name in self.named()]
         return [slot for slot in every if slot.elements.count]
 

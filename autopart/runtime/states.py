@@ -45,7 +45,7 @@ class States:
         A piece of several runs is a copy: the optimizer of such a process updates the whole.
         """
         part, units = mesh.coordinate(rank).get("dp", 0), held(state, mesh, rank)
-        here = {p.target: p.piece_of(whole[p.target]) for unit in units for p in unit.parameters}
+        here = {p.target: p.piece_of(whole[p.name]) for unit in units for p in unit.parameters}
         parts = {
             p.target: cut(unit, p, here[p.target], part, mesh.degree("dp")) for unit in units for p in unit.parameters
         }
@@ -141,7 +141,7 @@ class States:
         """Forget the accumulated gradient of one parameter."""
         for unit in self.units.values():
             for position, parameter in enumerate(unit.parameters):
-                if parameter.target == target and unit.name in self.gradients:
+                if parameter.name == target and unit.name in self.gradients:
                     self.gradients[unit.name][position] = None
                     self._sums[unit.name].discard(position)
 
@@ -188,7 +188,7 @@ def whole_gradients(every: Sequence[States]) -> dict[str, torch.Tensor]:
         for unit, parameter, grad in states.made():
             if counts(unit, parameter, states.mesh, states.rank):
                 here = elements(unit, parameter, states.mesh, states.rank)
-                parts.setdefault(parameter.target, []).append(Slot(parameter.target, here, grad))
+                parts.setdefault(parameter.name, []).append(Slot(parameter.name, here, grad))
     return {name: _joined(slots) for name, slots in parts.items()}
 
 

@@ -23,6 +23,9 @@ from autopart.runtime.states import States
 from autopart.runtime.transport import Arriving, Pending, Transport
 from autopart.runtime.values import ValueCollectives
 
+_AWAITS: Mapping[str, tuple[bool, ...]] = {Kind.F: (True,), Kind.S: (True,), Kind.T: (True, False)}
+"""Of which messages an action waits for the arrival: of those from earlier stages, from later ones, or both."""
+
 
 @dataclass(frozen=True, slots=True)
 class Held:
@@ -84,8 +87,9 @@ class World(ValueCollectives):
     @contextlib.contextmanager
     def action(self, kind: str, *, stage: int, microbatch: int) -> Iterator[None]:
         """A compute action, once what it receives is there: logged with its times, named in whatever goes wrong."""
-        for arriving in self._arriving.pop((stage, microbatch, kind == Kind.F), ()):
-            arriving.wait()
+        for onward in _AWAITS.get(kind, (False,)):
+            for arriving in self._arriving.pop((stage, microbatch, onward), ()):
+                arriving.wait()
         start = time.perf_counter()
         try:
             yield

@@ -16,7 +16,6 @@ def executable(schedule: Schedule) -> Schedule:
         f"attention over {schedule.slices} slices of the sequence, keys and values kept between them": (
             schedule.slices > 1
         ),
-        "an output layer split over the pipeline ranks": schedule.barriers > 0,
         "optimizer steps between the microbatches of one call": schedule.weights is not Weights.SYNC,
     }
     missing = [what for what, wanted in needed.items() if wanted]

@@ -24,7 +24,7 @@ from autopart.schedules.timing import run_time
 from autopart.schedules.validate import Examined, examine, unit_cost
 
 MADE = frozenset({Kind.F, Kind.B, Kind.I})
-"""The actions between which values travel by SEND and RECV."""
+"""The actions between which values travel by SEND and RECV; so they do between S, T and others, if edges say so."""
 
 Ends = Sequence[Sequence[float]]
 """When each action ends, row by row."""
@@ -36,31 +36,37 @@ def lower(schedule: Schedule, edges: Edges) -> Scheduled:
     `edges` holds (source stage, target stage) pairs. Forward ones (source < target, also long skips) carry the outputs
     of F(source) to F(target) of the same microbatch and slice; backward ones (source > target) the gradients from B or
     I to B or I. Between stages of one rank nothing is sent. A SEND follows its producer with nothing but other
-    transfers between; a RECV stands before its consumer, and before what waits for an exchange of S or T that takes
-    longer (these exchanges are no messages of pairs: all ranks take part). Raises ValueError for edges between stages
-    that are not there, and what `validate` raises.
+    transfers between; a RECV stands before its consumer.
+
+    Of S stages, stage S + s is the part of the output layer that stage s has, where that is split: edges to and from it
+    carry what its S and T take and make. Where no edge has such an end, S and T have exchanges of their own, which are
+    no messages of pairs, as all ranks take part, and a RECV stands before what waits for a longer one of them. Raises
+    ValueError for edges between stages that are not there, and what `validate` raises.
     """
+    count = schedule.stages * (1 + bool(schedule.barriers))
     for source, target in sorted(edges):
-        if source == target or not {source, target} <= set(range(schedule.stages)):
-            raise ValueError(f"edges: ({source}, {target}) does not join two of the stages 0 to {schedule.stages - 1}")
+        if source == target or not {source, target} <= set(range(count)):
+            raise ValueError(f"edges: ({source}, {target}) does not join two of the stages 0 to {count - 1}")
     found = examine(schedule)
-    if edges != chain(schedule.stages):
-        needs = dependencies(schedule, edges, found.columns)
+    plain = frozenset((a, b) for a, b in edges if max(a, b) < schedule.stages)
+    if plain != chain(schedule.stages):
+        needs = dependencies(schedule, plain, found.columns)
         found = replace(found, needs=needs, intervals=run_time(schedule.table, needs, cost=unit_cost))
     ends = [[end for _, end in times] for times in found.intervals]
-    waits = _waits(found, ends) if schedule.barriers else {}
+    waits = _waits(found, ends) if schedule.barriers and plain == edges else {}
     transfers: list[list[Action]] = [[] for _ in schedule.table]
     slots: list[list[int]] = [[] for _ in schedule.table]  # before which step of the row each must stand, at the latest
-    for need, number in _crossings(found, ends):
+    for need, number in _crossings(found, ends, edges - plain, schedule):
         producer, consumer = found.parts[need], found.parts[number]
         (source, made), (target, slot) = found.positions[need], found.positions[number]
         which = (producer.microbatch, producer.slice, producer.pipe)
-        transfers[source].append(Action(Kind.SEND, producer.stage, *which, consumer.stage))
+        giver, taker = _number(producer, schedule), _number(consumer, schedule)
+        transfers[source].append(Action(Kind.SEND, giver, *which, taker))
         slots[source].append(made + 1)
         if target in waits:
             held = bisect_right(waits[target], ends[source][made], key=itemgetter(1))
             slot = min([slot, *(at for at, _ in waits[target][held : held + 1])])
-        transfers[target].append(Action(Kind.RECV, consumer.stage, *which, producer.stage))
+        transfers[target].append(Action(Kind.RECV, taker, *which, giver))
         slots[target].append(slot)
     return Scheduled(schedule, tuple(map(_merge, schedule.table, transfers, slots)))
 
@@ -83,15 +89,25 @@ def _waits(found: Examined, ends: Ends) -> dict[int, list[tuple[int, float]]]:
     return waits
 
 
-def _crossings(found: Examined, ends: Ends) -> Iterator[tuple[int, int]]:
-    """Every value that passes between two ranks, in the one order of all transfers: what makes it, what takes it."""
+def _number(action: Action, schedule: Schedule) -> int:
+    """The stage that an action belongs to, the parts of the output layer counted after the stages."""
+    return action.stage + schedule.stages * (action.kind in SHARED)
+
+
+def _crossings(found: Examined, ends: Ends, parts: Edges, schedule: Schedule) -> Iterator[tuple[int, int]]:
+    """Every value that passes between two ranks, in the one order of all transfers: what makes it, what takes it.
+
+    `parts` are the edges of parts of the output layer.
+    """
     crossings = []
     for number, (part, (rank, _), needs) in enumerate(zip(found.parts, found.positions, found.needs, strict=True)):
-        if part.kind not in MADE:
+        if part.kind not in MADE and not parts:
             continue
         for need in needs:
             source, step = found.positions[need]
-            if source != rank and found.parts[need].kind in MADE:
+            plain = part.kind in MADE and found.parts[need].kind in MADE
+            passes = plain or (_number(found.parts[need], schedule), _number(part, schedule)) in parts
+            if source != rank and passes:
                 # At equal times downstream ranks come first where values flow forward, upstream ones where gradients
                 # flow back: a rank then passes on its own value before it takes the next one.
                 back, stage = part.stage < found.parts[need].stage, found.parts[need].stage

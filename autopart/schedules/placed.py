@@ -7,16 +7,21 @@ from collections.abc import Iterator, Sequence
 from autopart.ir.action import Action, Kind, Schedule, stages_of
 
 
-def forwards(place: Sequence[int], microbatches: int) -> Schedule:
+def forwards(place: Sequence[int], microbatches: int, barriers: int = 0) -> Schedule:
     """Forwards only, for programs without a backward.
 
     A rank takes as many microbatches as there are ranks through its first stage, then through its next, and so on: by
-    then the first of them has been through the stages between, and few wait.
+    then the first of them has been through the stages between, and few wait. With `barriers` the output layer is split
+    over the ranks, one stage each: a rank has an S and a T of each microbatch after the forwards of its round.
     """
     ranks = max(place) + 1
     rounds = [range(first, min(first + ranks, microbatches)) for first in range(0, microbatches, ranks)]
-    rows = (tuple(Action(Kind.F, stage, k) for each in rounds for stage in held for k in each) for held in _held(place))
-    return Schedule("forward", microbatches, tuple(place), tuple(rows))
+    kinds = (Kind.F, Kind.S, Kind.T) if barriers else (Kind.F,)
+    rows = (
+        tuple(Action(kind, stage, k) for each in rounds for stage in held for kind in kinds for k in each)
+        for held in _held(place)
+    )
+    return Schedule("forward", microbatches, tuple(place), tuple(rows), barriers=barriers)
 
 
 def forwards_first(place: Sequence[int], microbatches: int) -> Schedule:

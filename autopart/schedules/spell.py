@@ -52,6 +52,16 @@ def make(text: str, *, ranks: int, microbatches: int) -> Schedule:
     return table
 
 
+def splits_output(schedule: str | Schedule | None) -> bool:
+    """Whether a schedule, as it was given, splits the output layer over the pipeline ranks."""
+    if schedule is None or (text := spell(schedule)) == AUTO:
+        return False
+    try:
+        return (read(text) if is_table(text) else build(text, ranks=4, microbatches=8)).barriers > 0
+    except ValueError:  # it is for other numbers, or no schedule, which is said where it is made
+        return False
+
+
 def is_table(text: str) -> bool:
     """Whether a schedule's text is a table of actions rather than a name: a cell is an action, or there are several."""
     first, *more = text.strip().splitlines() or [""]

@@ -179,7 +179,7 @@ def _gaps(
 
     The number before the kind puts those of one microbatch in order.
     """
-    trains = any(kind is not Kind.F for kind, *_ in known)
+    trains = not {kind for kind, *_ in known} <= {Kind.F, *SHARED}
     for stage, piece, (pipe, everything) in product(
         range(schedule.stages), range(schedule.slices), enumerate(travellers)
     ):

@@ -12,6 +12,7 @@ from autopart.ir.mesh import Mesh
 from autopart.ir.plan import Plan, Prediction, Stage, stage_ranks
 from autopart.ir.plan_text import format_bytes, format_seconds, spans
 from autopart.ir.tensor_plan import TensorPlan
+from autopart.schedules.spell import splits_output
 from autopart.solver.certify import certify
 from autopart.solver.chunks import PRECISION, fastest
 from autopart.solver.infeasible import infeasible
@@ -65,6 +66,12 @@ def choose(
     Raises ValueError or TypeError naming a bad argument; `PlanInfeasible` where nothing fits, with the stage that needs
     most, by state, and single changes that make it fit.
     """
+    output = None
+    if splits_output(schedule):  # it is on no stage: each rank has a part
+        *costs, output = costs
+        if not costs:
+            raise ValueError("schedule: the model is an output layer alone, with no layer for a stage; pin '1f1b'")
+        recomputed = None if recomputed is None else recomputed[:-1]
     request = resolve(
         costs,
         batch=batch,
@@ -80,10 +87,16 @@ def choose(
         recomputed=recomputed,
         optimizer_ratio=optimizer_ratio,
         forwards_first=forwards_first,
+        output=output,
     )
     inside = {axis: request.mesh.degree(axis) for axis in INSIDE} if request.mesh is not None else {}
     if any(degree > 1 for degree in inside.values()) and tensor is None:
         raise ValueError(f"mesh: {request.mesh} splits tensors inside segments; use autopart.plan, which places them")
+    if output is not None and any(degree > 1 for degree in inside.values()):
+        raise ValueError(
+            f"schedule: it splits the output layer over the pipeline ranks, and the mesh {request.mesh} splits tensors "
+            "inside segments, which do not go together yet; pin another schedule, such as schedule='1f1b'"
+        )
     check_schedule(request)
     solved = first_fit(request)
     if solved is None and recompute is None:
@@ -101,12 +114,15 @@ def _plan(request: Request, chosen: Chosen, tensor: TensorPlan | None) -> Plan:
     solved = chosen.solved
     solved = replace(solved, split=certify(solved.problem, solved.split))
     candidate = solved.candidate
+    stages = [
+        Stage(request.names[i:j], stage_ranks(candidate.mesh, column))
+        for (i, j), column in zip(solved.runs, candidate.schedule.place, strict=True)
+    ]
+    if request.output is not None:
+        stages[-1] = replace(stages[-1], segments=(*stages[-1].segments, request.output.name))
     return Plan(
         mesh=candidate.mesh,
-        stages=tuple(
-            Stage(request.names[i:j], stage_ranks(candidate.mesh, column))
-            for (i, j), column in zip(solved.runs, candidate.schedule.place, strict=True)
-        ),
+        stages=tuple(stages),
         placements=candidate.placements,
         schedule=candidate.text,
         microbatches=candidate.microbatches,
@@ -118,13 +134,15 @@ def _plan(request: Request, chosen: Chosen, tensor: TensorPlan | None) -> Plan:
         fingerprint="",
         mirrors=candidate.schedule.mirrors,
         tensor=tensor,
+        barriers=candidate.schedule.barriers,
     )
 
 
 def predict(request: Request, solved: Solved) -> Prediction:
     """Time and memory of a solved request; the bytes that each rank sends are known only once the program is made."""
     candidate = solved.candidate
-    both = tuple(each["F"] + each["B"] for each in stage_seconds(request, solved))
+    kinds = ("F", "B", "S", "T")
+    both = tuple(sum(each.get(kind, 0.0) for kind in kinds) for each in stage_seconds(request, solved))
     length = flush(request, solved).makespan
     memory = solved.memory()
     assert all(need.total <= solved.problem.limit for need in memory), "the split keeps the limit when counted afresh"
@@ -162,6 +180,10 @@ def _optimality(solved: Solved) -> str:
     )
 
 
+def _split_output(name: str, ranks: int) -> str:
+    return f"output layer {name}: on none of the stages, each of the {ranks} pipeline ranks has a part of its classes"
+
+
 def _notes(request: Request, chosen: Chosen, pinned: bool, recompute: bool | Sequence[str] | None) -> tuple[str, ...]:
     """Where each choice comes from."""
     candidate = chosen.solved.candidate
@@ -183,6 +205,7 @@ def _notes(request: Request, chosen: Chosen, pinned: bool, recompute: bool | Seq
         f"microbatches {candidate.microbatches}: "
         + ("pinned" if request.microbatches else "1 without a pipeline, else 4 a stage; more where memory asks for it"),
         *([chosen.note] if chosen.note else []),
+        *([_split_output(request.output.name, stages)] if request.output is not None else []),
         f"recompute for memory {again}: "
         + ("pinned" if recompute is not None else "nothing fits without" if request.recompute else "it fits without"),
         f"memory limit {limit} per device, optimizer state {request.optimizer_ratio:g} x the trainable parameters,"

@@ -69,6 +69,7 @@ class Request:
     recomputed: tuple[SegmentCost | None, ...] = ()  # what a segment costs then, None where it keeps no less
     forwards_first: bool = False  # whether all forwards must come before all backwards
     ranks: int | None = None  # the pipeline ranks that the schedule is for, where it is for no other number
+    output: SegmentCost | None = None  # the output layer, where the schedule splits it over the pipeline ranks
 
     @property
     def searched(self) -> bool:
@@ -119,6 +120,7 @@ def resolve(
     recomputed: Sequence[SegmentCost] | None,
     optimizer_ratio: float,
     forwards_first: bool,
+    output: SegmentCost | None = None,
 ) -> Request:
     """The request behind the arguments of `choose`; ValueError or TypeError names the argument that is wrong."""
     names = [cost.name for cost in costs]
@@ -158,6 +160,7 @@ def resolve(
         ),
         forwards_first=forwards_first,
         ranks=fixed.ranks if fixed is not None else None,
+        output=output,
     )
     _check_counts(request)
     return request.recomputing() if recompute is True else request

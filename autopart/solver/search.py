@@ -14,10 +14,11 @@ The innermost choice varies first: sharding a state is tried before cutting the 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 
 from autopart.ir.action import Kind, Schedule, stages_of
+from autopart.ir.cost import SegmentNumbers
 from autopart.ir.mesh import Mesh
 from autopart.ir.plan import StageMemory, first_match
 from autopart.schedules import Timeline
@@ -25,7 +26,7 @@ from autopart.solver.chunks import solve_chunks
 from autopart.solver.memory import MemoryModel, in_flight
 from autopart.solver.request import Request, Rules
 from autopart.solver.split import Moment, Split, SplitProblem, solve_split
-from autopart.solver.timing import action_seconds, exchange_seconds, segment_seconds, timeline
+from autopart.solver.timing import action_seconds, exchange_seconds, output_seconds, segment_seconds, timeline
 
 # Whole femtoseconds make sums of times exact, so that equal stages compare equal.
 _FEMTOSECONDS = 10**15
@@ -113,6 +114,11 @@ def pose(request: Request, candidate: Candidate) -> tuple[MemoryModel, SplitProb
         numbers = tuple(replace(n, saved_bytes=max(n.saved_bytes, n.stash_bytes)) for n in numbers)
     modes = tuple(first_match(candidate.placements, name).on("dp") for name in request.names)
     model = MemoryModel(numbers, modes, dp, request.optimizer_ratio)
+    part = output_part(request, candidate)
+    every = 0
+    if part is not None:  # each rank has one beside its stage: two microbatches are between S and T at a time
+        mode = first_match(candidate.placements, part.name).on("dp")
+        every = MemoryModel((part,), (mode,), dp, request.optimizer_ratio).rank([(0, 1)], [(2,)]).total
     problem = SplitProblem(
         times=tuple(round(sum(segment_seconds(n, request.cluster)) * _FEMTOSECONDS) for n in numbers),
         boundaries=tuple(n.boundary_bytes for n in numbers),
@@ -120,10 +126,24 @@ def pose(request: Request, candidate: Candidate) -> tuple[MemoryModel, SplitProb
         saved=tuple(n.saved_bytes for n in numbers),
         place=candidate.schedule.place,
         moments=candidate.moments,
-        limit=request.memory,
+        limit=request.memory - every,
         starts=request.starts,
     )
     return model, problem
+
+
+def output_part(request: Request, candidate: Candidate) -> SegmentNumbers | None:
+    """What each pipeline rank has of the output layer where it is split over them, else None."""
+    if request.output is None:
+        return None
+    ranks = candidate.mesh.degree("pp")
+    numbers = request.output.at(-(-request.batch // (candidate.mesh.degree("dp") * candidate.microbatches)))
+    shares = {f.name: -(-getattr(numbers, f.name) // ranks) for f in fields(numbers) if f.name not in ("name", "tied")}
+    for tied in numbers.tied:  # which every rank has whole
+        rest = tied.nbytes - tied.nbytes // ranks
+        shares["parameter_bytes"] += rest
+        shares["trainable_bytes"] += rest * tied.trainable
+    return replace(numbers, tied=(), **shares)
 
 
 def best_split(request: Request, candidate: Candidate, model: MemoryModel, problem: SplitProblem) -> Split | None:
@@ -141,8 +161,9 @@ def flush(request: Request, solved: Solved) -> Timeline:
 
 def stage_seconds(request: Request, solved: Solved) -> list[dict[str, float]]:
     """The time of each kind of action of one microbatch, stage by stage."""
-    segments = solved.model.segments
-    return [action_seconds(segments[i:j], request.cluster, first=i == 0) for i, j in solved.runs]
+    segments, part = solved.model.segments, output_part(request, solved.candidate)
+    shared = {} if part is None else output_seconds(part, request.cluster, solved.candidate.schedule.barriers)
+    return [{**action_seconds(segments[i:j], request.cluster, first=i == 0), **shared} for i, j in solved.runs]
 
 
 def edge_seconds(request: Request, solved: Solved) -> float:

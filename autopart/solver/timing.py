@@ -41,6 +41,16 @@ def action_seconds(segments: Sequence[SegmentNumbers], cluster: Cluster, *, firs
     }
 
 
+def output_seconds(part: SegmentNumbers, cluster: Cluster, barriers: int) -> dict[str, float]:
+    """Seconds of S and of T of one microbatch for a part of the output layer.
+
+    With one barrier S has the backward for the inputs besides, with two T has all of the backward.
+    """
+    forward, backward = segment_seconds(part, cluster)
+    inputs, weights = _halves(part, cluster)
+    return {"S": forward, "T": backward} if barriers == 2 else {"S": forward + inputs, "T": weights}
+
+
 def _halves(segment: SegmentNumbers, cluster: Cluster) -> tuple[float, float]:
     """Seconds of a backward for the inputs, and of the rest of it."""
     flops, nbytes = segment.input_flops, segment.input_bytes
@@ -52,7 +62,8 @@ def _halves(segment: SegmentNumbers, cluster: Cluster) -> tuple[float, float]:
 
 def timeline(schedule: Schedule, seconds: Sequence[Mapping[str, float]], delay: float = 0.0) -> Timeline:
     """One flush of a pipeline from each stage's `action_seconds`; an edge between ranks takes `delay`."""
-    return simulate(schedule, costs={kind: tuple(each[kind] for each in seconds) for kind in "FBIW"}, comm=delay)
+    kinds = "FBIWST" if schedule.barriers else "FBIW"
+    return simulate(schedule, costs={kind: tuple(each[kind] for each in seconds) for kind in kinds}, comm=delay)
 
 
 def exchange_seconds(
