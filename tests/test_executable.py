@@ -10,7 +10,6 @@ from autopart.schedules import build, executable, validate
     [
         ("terapipe", "attention over 4 slices"),
         ("vocab", "an output layer split over the pipeline ranks"),
-        ("paci", "optimizer steps between the microbatches"),
     ],
 )
 def test_refused(name, needs):
@@ -18,6 +17,11 @@ def test_refused(name, needs):
         ValueError, match=rf"schedule: '{name}' cannot be compiled yet, only simulated .*{needs}.*'1f1b'"
     ):
         executable(build(name, ranks=4, microbatches=12))
+
+
+def test_a_loop_whose_steps_overlap_is_train_loops():
+    with pytest.raises(ValueError, match=r"'paci' takes the optimizer's steps between .* autopart.train_loop\("):
+        executable(build("paci", ranks=4, microbatches=12))
 
 
 @pytest.mark.parametrize("name", ["gpipe", "zb-v", "dualpipev", "dualpipe", "bitpipe", "forward"])

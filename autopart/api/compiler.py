@@ -35,6 +35,7 @@ from autopart.passes.emit import emit
 from autopart.passes.inside import crossing, inside
 from autopart.passes.judge import check_sums
 from autopart.passes.normalise import normalise
+from autopart.passes.overlap import check_recompute
 from autopart.passes.places import at_place
 from autopart.passes.predict import with_memory, with_traffic
 from autopart.passes.recompute import recompute, with_regions
@@ -145,6 +146,18 @@ def predicted(segmented: Segmented, plan: Plan) -> Plan:
     return _counted(*_staged(segmented, plan), plan)
 
 
+def endless(segmented: Segmented, plan: Plan, schedule: str, microbatches: int) -> Plan:
+    """The plan of a loop whose steps overlap, over the state of another plan.
+
+    Its step is the steady one, in which nobody waits: that of the busiest stage.
+    """
+    seconds = microbatches * max(plan.prediction.stage_seconds)
+    steady = replace(plan.prediction, step_seconds=seconds, bubble=0.0)
+    note = f"schedule {schedule}: as train_loop was asked; steps overlap, and the prediction is of one among many"
+    made = replace(plan, schedule=schedule, microbatches=microbatches, prediction=steady, notes=(*plan.notes, note))
+    return predicted(segmented, made)
+
+
 def predicted_of(program: Program, shares: Sequence[int]) -> Plan:
     """The plan of a program, training or not, with the traffic and memory of a step on these samples a data rank."""
     return _counted(program.places, scheduled(program.staged, program.plan), program.plan, shares)
@@ -170,6 +183,7 @@ def lower(segmented: Segmented, plan: Plan, *, state: State | None = None, check
 
 def _staged(segmented: Segmented, plan: Plan, state: State | None = None) -> tuple[tuple[Staged, ...], Scheduled]:
     """recompute, shard, split, schedule and split_backward; for every place where tensors are split inside segments."""
+    check_recompute(segmented, plan)
     made = [split(each, plan, state=state) for each in _sharded(segmented, plan, state)]
     lowered = scheduled(made[0], plan)
     return tuple(split_backward(each, lowered.schedule, samples=plan.largest) for each in made), lowered

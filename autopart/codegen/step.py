@@ -40,7 +40,7 @@ def step(staged: Staged, scheduled: Scheduled, column: int, degree: int, *, loca
     if stale:
         lines.append("    # Parameters that the last optimizer step updated in parts are made whole again.")
         lines += _rolled(stale)
-    lines += _stores(staged, stages)
+    lines += stores(staged, stages)
     lines += [f"    {out.name} = {{}}" for out in outputs(staged) if {*makers(staged, out)} & {*stages}]
     results = [out for out in outputs(staged) if out.kind != "input_grad"]
     if staged.segmented.captured.deferred:
@@ -124,16 +124,16 @@ def prologue_inputs(staged: Staged) -> tuple[tuple[str, str, str], ...]:
     )
 
 
-def _edge(source: int, target: int) -> str:
+def edge_name(source: int, target: int) -> str:
     return f"{'acts' if source < target else 'grads'}_{source}_{target}"
 
 
-def _stores(staged: Staged, stages: Sequence[int]) -> list[str]:
+def stores(staged: Staged, stages: Sequence[int]) -> list[str]:
     kept = [f"{name}_{s}" for s in stages for kind in staged.kinds(s) if (name := stores_of(staged, s, kind)[1])]
     lines = [f"    {name} = world.store()" for name in kept]
     for edge in (e for e in staged.edges if e.source in stages or e.target in stages):
         local = "  # from stage to stage on this rank" if edge.source in stages and edge.target in stages else ""
-        lines.append(f"    {_edge(edge.source, edge.target)} = world.store(){local}")
+        lines.append(f"    {edge_name(edge.source, edge.target)} = world.store(){local}")
     return lines
 
 
@@ -162,20 +162,20 @@ def _action(staged: Staged, action: Action, k: str, indent: str) -> list[str]:
     stage, peer = action.stage, action.peer
     match action.kind:
         case Kind.SEND:
-            line = f"world.send({_edge(stage, peer)}.pop({k}), stage={stage}, to={peer}, microbatch={k})"
+            line = f"world.send({edge_name(stage, peer)}.pop({k}), stage={stage}, to={peer}, microbatch={k})"
             return [indent + line]
         case Kind.RECV:
-            like, edge = f"edge_{peer}_{stage}(batch.sizes[{k}])", _edge(peer, stage)
+            like, edge = f"edge_{peer}_{stage}(batch.sizes[{k}])", edge_name(peer, stage)
             return [f"{indent}{edge}[{k}] = world.recv({like}, stage={stage}, source={peer}, microbatch={k})"]
         case Kind.F | Kind.B | Kind.I | Kind.W:
-            body = _compute(staged, stage, action.kind, k)
+            body = computed(staged, stage, action.kind, k)
             head = f'{indent}with world.action("{action.kind}", stage={stage}, microbatch={k}):'
             return [head, *(f"{indent}    {line}" for line in body)]
         case _:
             raise AssertionError(f"no text for {action}")
 
 
-def _compute(staged: Staged, stage: int, kind: Kind, k: str) -> list[str]:
+def computed(staged: Staged, stage: int, kind: Kind, k: str) -> list[str]:
     """The call of a stage's function: from its stores, to its stores."""
     if kind is not Kind.F and not staged.phases(stage, kind):
         later = kind is Kind.I and staged.phases(stage, Kind.W)
@@ -184,12 +184,12 @@ def _compute(staged: Staged, stage: int, kind: Kind, k: str) -> list[str]:
         ]
     taken, kept = stores_of(staged, stage, kind)
     edges_in, edges_out = stage_edges(staged, stage, kind)
-    results = [f"{_edge(stage, edge.target)}[{k}]" for edge in edges_out]
+    results = [f"{edge_name(stage, edge.target)}[{k}]" for edge in edges_out]
     results += [f"{name}[{k}]" for name in stage_results(staged, stage, kind)]
     results += [f"{kept}_{stage}[{k}]"] * bool(kept)
     args = ["world", "batch", k, *([f"{taken}_{stage}.pop({k})"] if taken else [])]
     args += ["tangents"] * takes_tangents(staged, stage, kind)
-    args += [f"{_edge(edge.source, stage)}.pop({k})" for edge in edges_in]
+    args += [f"{edge_name(edge.source, stage)}.pop({k})" for edge in edges_in]
     args += stage_prologue(staged, stage, kind)
     return call((f"{', '.join(results)} = " if results else "") + f"stage{stage}_{SUFFIX[kind]}", args, "")
 

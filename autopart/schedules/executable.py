@@ -17,8 +17,13 @@ def executable(schedule: Schedule) -> Schedule:
             schedule.slices > 1
         ),
         "an output layer split over the pipeline ranks": schedule.barriers > 0,
-        "optimizer steps between the microbatches of one call": schedule.weights is not Weights.SYNC,
     }
+    if schedule.weights is not Weights.SYNC:
+        raise ValueError(
+            f"schedule: {schedule.name!r} takes the optimizer's steps between the microbatches of one call, and never "
+            "flushes; autopart.train_loop(model, optimizer, batches, schedule=...) trains so; '1f1b' runs the same "
+            f"microbatches on {schedule.ranks} ranks and flushes after each batch"
+        )
     missing = [what for what, wanted in needed.items() if wanted]
     if missing:
         raise ValueError(
