@@ -86,7 +86,7 @@ def test_calls_and_batches_that_are_refused() -> None:
         (ValueError, "SGD with momentum.*compensate=False", lambda: loop(model, sgd, DATA, schedule="pb")),
         (ValueError, "has none of the model's", lambda: loop(model, torch.optim.SGD(Net().parameters()), DATA)),
         (ValueError, "LBFGS may look at all parameters", lambda: loop(model, torch.optim.LBFGS, DATA)),
-        (ValueError, "'gpipe' flushes after each batch", lambda: loop(model, sgd, DATA, schedule="gpipe")),
+        (ValueError, "'zb-v' is none of a train_loop", lambda: loop(model, sgd, DATA, schedule="zb-v")),
         (ValueError, "batch 1 differs from the first one in the sizes or dtype of x", lambda: run(sgd, longer)),
         (ValueError, "1 samples cannot be cut into 2 pieces", lambda: run(sgd, few)),
     ):
@@ -95,6 +95,10 @@ def test_calls_and_batches_that_are_refused() -> None:
         if model._autopart.loop is not None:
             model._autopart.loop.drain()
             model._autopart.loop = None
+    with pytest.raises(ValueError, match="no layers in front of the model are frozen, so there is nothing to fill"):
+        list(loop(Net(), torch.optim.SGD, DATA, schedule="1f1b", mesh={"pp": 2}))
+    with pytest.raises(ValueError, match="the model's plan has no stage of frozen layers in front that 'gpipe' goes"):
+        run(sgd, DATA, schedule="gpipe")
     with torch.no_grad(), pytest.raises(RuntimeError, match="gradients are switched off"):
         run(sgd, DATA)
     with pytest.raises(ValueError, match=r"'2bw' takes the optimizer's steps .*autopart.train_loop\(model"):

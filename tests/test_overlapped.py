@@ -293,7 +293,9 @@ def test_texts_are_run_as_they_are(tmp_path: Path) -> None:
         assert world.memory.activations == memory.activations
         sent, predicted = world.transport.bytes_sent(), program.plan.prediction.sent_by(world.transport.rank)
         assert {kind: 5 * count for kind, count in predicted.items()} == sent
-        assert world.versions.nbytes() == sum(t.nbytes for u in world.states.whole.values() for t in u)
+        assert sum(v.nbytes() for v in world.versions.values()) == sum(
+            t.nbytes for u in world.states.whole.values() for t in u
+        )
     renamed = replace(program.ranks[0], source=text.replace("saved_0", "kept_0"))
     again = autopart.parallelize(Layers(2).double(), plan=replace(program, ranks=(renamed, program.ranks[1])))
     again.load_state_dict(weights)
@@ -318,3 +320,64 @@ def test_several_stages_a_rank() -> None:
     loop = autopart.train_loop(model, momentum, [(x.float(), y) for x, y in data])
     assert len(list(loop)) == 2
     assert loop.program.plan.stages == model.plan.stages and model.plan.schedule == "1f1b"
+
+
+class Conditioned(nn.Module):
+    """A frozen encoder with dropout in front, whose output all later layers read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Dropout(0.3)).requires_grad_(False)
+        self.h = nn.ModuleList(nn.Sequential(nn.Linear(6, 64), nn.Linear(64, 6)) for _ in range(4))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x = code = self.encoder(x)
+        for block in self.h:
+            x = torch.tanh(block(x)) + code
+        return functional.cross_entropy(x, y, ignore_index=2)
+
+
+def filling(number: int, mesh: dict[str, int], pieces: int, schedule: str) -> Any:
+    torch.manual_seed(number)
+    model = autopart.parallelize(Conditioned().double(), mesh=mesh, microbatches=pieces)
+    torch.manual_seed(9)
+    loop = autopart.train_loop(model, adamw(model.parameters()), batches(4, 8), schedule=schedule)
+    losses = [loss.item() for loss in loop]
+    return losses, model.full_state_dict(), loop.program, loop.used
+
+
+@pytest.mark.parametrize(
+    ("mesh", "pieces", "schedule"),
+    [({"pp": 3}, 4, "1f1b"), pytest.param({"pp": 2, "dp": 2}, 2, "gpipe", marks=pytest.mark.soak)],
+)
+def test_frozen_layers_fill_idle_time(mesh: dict[str, int], pieces: int, schedule: str) -> None:
+    """An ordinary loop's numbers; the encoder of a batch runs while the one before is trained on."""
+    torch.manual_seed(0)
+    plain, losses = Conditioned().double(), []
+    optimizer = adamw(plain.parameters())
+    torch.manual_seed(9)
+    for t, (x, y) in enumerate(batches(4, 8)):
+        optimizer.zero_grad()
+        with reference_random(call=t):
+            loss = plain(x, y)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    ranks = mesh["pp"] * mesh.get("dp", 1)
+    for mine, state, program, _ in [
+        filling(0, mesh, pieces, schedule),
+        *LocalWorld(ranks).run(filling, mesh, pieces, schedule),
+    ]:
+        assert mine == pytest.approx(losses, abs=TOLERANCE)
+        for name, tensor in plain.state_dict().items():
+            torch.testing.assert_close(state[name], tensor, atol=TOLERANCE, rtol=TOLERANCE)
+        assert "fill 1 idle windows of rank 0" in program.plan.notes[-1]
+    autopart.verify(program)
+    (first, *_) = filling(0, mesh, pieces, schedule)[3]
+    order = [each.action for each in first]
+    assert order.index(f"0F{pieces}") < order.index("1B0") < order.index("1OPT0") < order.index(f"1F{pieces}")
+    assert all(
+        each.version == Action.parse(each.action).microbatch // pieces
+        for each in first
+        if each.action[:2] in ("1F", "1B")
+    )

@@ -12,7 +12,7 @@ import torch
 import autopart
 from autopart.errors import VerificationError
 from autopart.ir.program import Program
-from tests.test_overlapped import Layers, batches, momentum
+from tests.test_overlapped import Conditioned, Layers, batches, momentum
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +26,9 @@ def programs() -> dict[str, Program]:
         assert len(list(loop)) == 1
         assert loop.program is not None
         made[schedule] = loop.program
-    return made
+    front = autopart.train_loop(Conditioned().double(), momentum, batches(1, 4), schedule="1f1b", mesh={"pp": 2})
+    assert len(list(front)) == 1
+    return made | {"1f1b": front.program}
 
 
 def edited(program: Program, before: str, after: str, ranks: Any = None) -> Program:
@@ -39,7 +41,12 @@ def edited(program: Program, before: str, after: str, ranks: Any = None) -> Prog
 
 
 FAULTS = [
-    ("2bw", "version=max(k // 2 - 1, 0)", "version=world.version(stage=0)", "rule versions: .*uses version 0 there"),
+    (
+        "2bw",
+        "version=max(k // 2 - 1, 0)",
+        "version=max(k // 2 - 1, 0) + (k == 5)",
+        "rule versions: .*uses version 1 there",
+    ),
     ("2bw", "keep=1", "keep=0", "version 0 of the weights is not kept; there are 1 to 1"),
     ("2bw", 'world.all_reduce("h.0", axis="dp")', "pass", 'rule updates: .*"h.0" are reduced 0 times before a step'),
     ("2bw", "world.wait()", "pass", "rule updates: .*it is not waited for before the step"),
@@ -53,6 +60,14 @@ FAULTS = [
         "rule updates: .*1OPT0 does not come next",
     ),
     ("pipedream", "list(loss.values())", "[]", "rule outputs: .*for batch 0 the sum of the microbatches"),
+    ("1f1b", "coming[0:4]", "coming[0:3]", "rule (work|text): .*(0F7|nothing is stored for microbatch 7)"),
+    ("1f1b", "world.update(stage=1", "world.version(stage=1) #", "rule updates: .*1OPT0 does not come next"),
+    (
+        "1f1b",
+        "        frozen(world, batches, coming)\n        return",
+        "        return",
+        "nothing is stored for microbatch 0",
+    ),
     ("pb", "keep=0, delay=2", "keep=0", "rule versions: .*delay of 0 steps; there are 2"),
     ("pb", "microbatch=k, delay=2", "microbatch=k, delay=1", "rule versions: .*delay of 1 steps; there are 2"),
 ]

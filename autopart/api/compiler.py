@@ -146,18 +146,6 @@ def predicted(segmented: Segmented, plan: Plan) -> Plan:
     return _counted(*_staged(segmented, plan), plan)
 
 
-def endless(segmented: Segmented, plan: Plan, schedule: str, microbatches: int) -> Plan:
-    """The plan of a loop whose steps overlap, over the state of another plan.
-
-    Its step is the steady one, in which nobody waits: that of the busiest stage.
-    """
-    seconds = microbatches * max(plan.prediction.stage_seconds)
-    steady = replace(plan.prediction, step_seconds=seconds, bubble=0.0)
-    note = f"schedule {schedule}: as train_loop was asked; steps overlap, and the prediction is of one among many"
-    made = replace(plan, schedule=schedule, microbatches=microbatches, prediction=steady, notes=(*plan.notes, note))
-    return predicted(segmented, made)
-
-
 def predicted_of(program: Program, shares: Sequence[int]) -> Plan:
     """The plan of a program, training or not, with the traffic and memory of a step on these samples a data rank."""
     return _counted(program.places, scheduled(program.staged, program.plan), program.plan, shares)

@@ -59,7 +59,7 @@ class Loop(Iterator[torch.Tensor]):
             if asked is None or self._running is None:
                 self.flush()
             else:
-                self._losses.append(self._running.enter(asked))
+                self._add(self._running.enter(asked))
         if not self._losses:
             raise StopIteration
         return self._losses.popleft().wait().clone()
@@ -70,9 +70,13 @@ class Loop(Iterator[torch.Tensor]):
         Collective. The losses that are left can still be taken.
         """
         if not self._ended and self._running is not None:
-            self._running.drain()
+            self._add(self._running.drain())
             self._model._autopart.loop = None
         self._ended = True
+
+    def _add(self, loss: Pending[torch.Tensor] | None) -> None:
+        if loss is not None:
+            self._losses.append(loss)
 
     def _following(self) -> Asked | None:
         """The next batch; with the first one all begins."""
@@ -104,7 +108,7 @@ def train_loop(
     compensate: bool = True,
     **options: Any,
 ) -> Loop:
-    """Train on all `batches` without ever flushing the pipeline; returns an iterator over their losses.
+    """Train on all `batches` with steps that overlap; returns an iterator over their losses.
 
     ::
 
@@ -127,6 +131,11 @@ def train_loop(
     * ``"pb"`` (Pipelined Backpropagation): the same, a microbatch a batch, with D = 2 (p-1-r) steps between forward and
       backward. With `compensate` (for SGD with momentum mu) the forward uses ``w - lr * D * v`` and a step is
       ``v' = mu v + g; w' = w - lr (mu^D v' + (1 - mu^D) / (1 - mu) g)``; without, any optimizer, as it is.
+
+    With a schedule that flushes, ``"1f1b"`` or ``"gpipe"``, weights are those of an ordinary loop:
+    ``w[t+1] = w[t] - lr * g_t(w[t])``. It is for models whose first layers are frozen (an encoder): these are computed
+    on the first rank for batch t+1 where it would wait while batch t is trained on, by the predicted timeline (2p
+    microbatches by default).
 
     A batch is what the module takes: a tensor, a tuple of arguments, a dict of keyword arguments; with
     ``parallelize(loss_fn=...)`` a pair of that and the target. All have the sizes of the first one but for the number

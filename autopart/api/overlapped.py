@@ -13,6 +13,7 @@ from autopart.api.plain import HOOKS, as_plain, check_hooks
 from autopart.api.programs import Asked, Compiled, Made
 from autopart.draws import following
 from autopart.errors import CaptureError
+from autopart.ir.action import stages_of
 from autopart.runtime import optimizers
 from autopart.runtime.batches import Batches, Numbered
 from autopart.runtime.local import Standing, run_ranks
@@ -51,32 +52,35 @@ class Overlapped:
         """The latest actions of each rank here."""
         return tuple(tuple(world.used) for world in self._worlds)
 
-    def enter(self, asked: Asked) -> Pending[torch.Tensor]:
-        """Run what all ranks here do when a batch comes; the loss of that batch, which is there `lag` batches later."""
+    def enter(self, asked: Asked) -> Pending[torch.Tensor] | None:
+        """Run what all ranks here do when a batch comes; the loss that they begin to sum then, if any.
+
+        It is the next one in the order of the batches, and is there `lag` batches later.
+        """
         captured, plan, stream = self.compiled.program.captured, self.compiled.program.plan, self.stream
         inputs, dims, shares = dict(asked.call.tensors), dict(captured.batch_dims), asked.shares(plan)
         draws = self.session.draws = following(self.session.draws, self.seed)
         first = self.entered * stream.batch
         self.entered += 1
 
-        def step(transport: Transport, world: LoopWorld) -> Pending[torch.Tensor]:
+        def step(transport: Transport, world: LoopWorld) -> Pending[torch.Tensor] | None:
             part = plan.mesh.coordinate(transport.rank).get("dp", 0)
             batch = Numbered(inputs, dims, shares, part, stream.batch, draws, first=first)
-            world.enter(batch, max(stream.ahead))
-            made: Mapping[str, Pending[torch.Tensor]] = world.run(self._function(transport, "step"))
-            return next(iter(made.values()))
+            world.enter(batch, stream.unfinished)
+            return _loss(world.run(self._function(transport, "step")))
 
         return self._each(step)[0]
 
-    def drain(self) -> None:
-        """Finish all that is under way on the ranks here. Collective."""
+    def drain(self) -> Pending[torch.Tensor] | None:
+        """Finish all that is under way on the ranks here; the loss that was still to come, if any. Collective."""
 
-        def drain(transport: Transport, world: LoopWorld) -> None:
-            world.run(self._function(transport, "drain"))
+        def drain(transport: Transport, world: LoopWorld) -> Pending[torch.Tensor] | None:
+            loss = _loss(world.run(self._function(transport, "drain")))
             transport.flush()
             transport.barrier()
+            return loss
 
-        self._each(drain)
+        return self._each(drain)[0]
 
     def _made(self, model: Parallel, parameters: Mapping[str, torch.nn.Parameter]) -> tuple[LoopWorld, ...]:
         """The world of each rank here. Ranks of one process that hold the same stage share its weights."""
@@ -84,14 +88,15 @@ class Overlapped:
         mesh, buffers = program.plan.mesh, dict[str, torch.Tensor](model.named_buffers(remove_duplicate=False))
         buffers |= {constant.name: constant.tensor for constant in program.captured.constants}
         whole = {name: parameter.data for name, parameter in parameters.items()}
-        trained = {unit.name for unit in program.staged.trained()}
+        trained = program.staged.trained()
         held: dict[int, Versions] = {}
 
         def world(transport: Transport) -> LoopWorld:
             states = residence.states() if residence else States.viewing(program.state, mesh, transport.rank, whole)
-            names = frozenset(trained & set(states.units))
-            column = mesh.coordinate(transport.rank).get("pp", 0)
-            versions = held.setdefault(column, Versions(states.whole, names))
+            versions = {}
+            for stage in stages_of(program.plan.place, mesh.coordinate(transport.rank).get("pp", 0)):
+                names = frozenset(unit.name for unit in trained if stage in unit.stages)
+                versions[stage] = held.setdefault(stage, Versions(states.whole, names))
             return LoopWorld(transport, mesh, program.plan.place, states, buffers, versions, self.updates)
 
         return self._ranks(world)
@@ -114,6 +119,10 @@ class Overlapped:
         if ranks.transport is not None:
             return (fn(ranks.transport),)
         return tuple(run_ranks(ranks.size, fn, device=self.device, standing=self._standing))
+
+
+def _loss(made: Mapping[str, Pending[torch.Tensor]] | None) -> Pending[torch.Tensor] | None:
+    return next(iter(made.values()), None) if made is not None else None
 
 
 def begin(

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from autopart import capture as capturing
-from autopart.api import compiler
+from autopart.api import compiler, loop_plans
 from autopart.api.boundary import check_local
 from autopart.api.options import Options
 from autopart.api.plain import constants
@@ -32,7 +32,7 @@ from autopart.passes.slices import least_samples
 from autopart.passes.verify import verify
 from autopart.runtime.executor import Loaded
 from autopart.runtime.residence import Residence
-from autopart.schedules.stream import batch_of, overlaps, spelled
+from autopart.schedules.stream import fits, overlaps, spelled
 
 CACHED_PROGRAMS = 8
 KEPT_PATTERNS = 4  # of training and evaluation, with and without optional arguments
@@ -166,7 +166,7 @@ class Programs:
         known = self.plan or pinned
         mesh = known.mesh if known is not None else self.options.given_mesh() or Mesh.of({"pp": ranks.size})
         text, batch = spelled(schedule, mesh.degree("pp"), self.options.microbatches)
-        if pinned is not None and overlaps(pinned.schedule) and batch_of(pinned) != (text, batch):
+        if pinned is not None and overlaps(pinned.schedule) and not fits(pinned, text, batch):
             raise ValueError(f"schedule: {text!r} is asked for, but the plan is of {pinned.schedule!r}; name that")
         program = self._given(asked, loop=True) or self._overlapped(asked, ranks, residence, mesh, text, batch)
         least = least_samples(program.captured)
@@ -179,12 +179,22 @@ class Programs:
         captured = self._captured(asked)
         if self.plan is None and self.options.given_plan is not None:
             self.plan = self._planned(captured, asked.call.batch, ranks.size)
+        fills = not overlaps(schedule)
         if self.plan is None:
-            pins = self.options.pins() | {"mesh": mesh, "schedule": "1f1b", "microbatches": batch}
-            pins["placement"] = pins["placement"] or "ddp"
-            self.plan = compiler.planned(captured, batch=asked.call.batch, devices=ranks.size, **pins)
+            size, devices = asked.call.batch, ranks.size
+            pins: Any = self.options.pins()
+            pins |= {"placement": pins["placement"] or "ddp"}
+            if fills:
+                made = loop_plans.with_front(captured, schedule, mesh, batch, batch=size, devices=devices, pins=pins)
+            else:
+                pins |= {"mesh": mesh, "schedule": "1f1b", "microbatches": batch}
+                made = compiler.planned(captured, batch=size, devices=devices, **pins)
+            self.plan = made
         segmented = segment(captured, cuts=self.plan.cuts)
-        plan = compiler.endless(segmented, self.plan, schedule, batch)
+        if fills:
+            plan = loop_plans.filled(segmented, self.plan, schedule)
+        else:
+            plan = loop_plans.endless(segmented, self.plan, schedule, batch)
         state = residence.state if residence is not None else None
         return compiler.lower(segmented, plan, state=state, check=self.options.verify)
 

@@ -32,7 +32,7 @@ def loop(staged: Staged, stream: Stream, stage: int, degree: int) -> list[str]:
 
 
 def _step(staged: Staged, stream: Stream, stage: int) -> list[str]:
-    ahead, loss = stream.ahead[stage], loss_of(staged.segmented.captured)
+    ahead = stream.ahead[stage]
     lines = [f"{name} = {{}}" for name in stage_outputs(staged, stage)]
     lines += ["for k in batches.entering:", "    batch = batches.of(k)"]
     tick = [_receive(edge.source, stage, "k", "batch") for edge in staged.into(stage, forward=True)]
@@ -40,25 +40,21 @@ def _step(staged: Staged, stream: Stream, stage: int) -> list[str]:
     tick += [*_action(staged, stream, stage, Kind.F), *_sends(staged, stage, forward=True)]
     tick += [f"if k >= {ahead}:", f"    {_later(ahead)}"] if ahead else [_later(0)]
     tick += _received(staged, stream, stage, late=False)
-    value = next(v for v in staged.segmented.captured.values() if v.name == loss.name)
-    parts = f"list({loss.name}.values())" if loss.name in stage_outputs(staged, stage) else "[]"
-    total = f"world.begin_total({parts}, shape={value.at(1)}, dtype={value.dtype})"
-    lines += [*_indented(tick), f'return {{"{loss.name}": {total}}}']
+    lines += [*indented(tick), f"return {total(staged, [stage])}"]
     count = f"{stream.batch} microbatch{'es' * (stream.batch > 1)}"
     doc = f"A batch of {count} comes: {MEANING[stream.weights]}."
-    return _function("step(world, batches)", doc, lines, _stores(staged, stream, stage))
+    return function("step(world, batches)", doc, lines, _stores(staged, stream, stage))
 
 
 def _backward(staged: Staged, stream: Stream, stage: int, degree: int) -> list[str]:
     lines = ["batch = batches.of(k)", *_action(staged, stream, stage, Kind.B), *_sends(staged, stage, forward=False)]
-    units = [unit for unit in staged.trained() if stage in unit.stages and degree > 1]
-    step = [f'world.all_reduce("{unit.name}", axis="dp")' for unit in units] + ["world.wait()"] * bool(units)
+    step = reductions(staged, stage, degree)
     delay = f", delay={stream.delay[stage]}" if stream.delay[stage] else ""
     number = f"k // {stream.batch}" if stream.batch > 1 else "k"
     step.append(f"world.update(stage={stage}, step={number}, keep={stream.keep[stage]}{delay})")
-    lines += [f"if (k + 1) % {stream.batch} == 0:", *_indented(step)] if stream.batch > 1 else step
+    lines += [f"if (k + 1) % {stream.batch} == 0:", *indented(step)] if stream.batch > 1 else step
     doc = "The backward of microbatch k; after the last one of a batch the optimizer steps."
-    return _function("backward(world, batches, k)", doc, lines, _stores(staged, stream, stage))
+    return function("backward(world, batches, k)", doc, lines, _stores(staged, stream, stage))
 
 
 def _drain(staged: Staged, stream: Stream, stage: int) -> list[str]:
@@ -67,19 +63,35 @@ def _drain(staged: Staged, stream: Stream, stage: int) -> list[str]:
     few = ahead > stream.batch
     tick = [f"if k >= {ahead}:", f"    {_later(ahead)}"] if few else [_later(ahead)]
     tick += _received(staged, stream, stage, late=True)
-    lines = [f"for k in batches.left({ahead}):", *_indented(tick)] if ahead else ["pass  # there are none"]
+    lines = [f"for k in batches.left({ahead}):", *indented(tick)] if ahead else ["pass  # there are none"]
     doc = "No batch comes any more: the backwards that are left."
-    return _function("drain(world, batches)", doc, lines, _stores(staged, stream, stage))
+    return function("drain(world, batches)", doc, lines, _stores(staged, stream, stage))
 
 
-def _function(name: str, doc: str, body: Sequence[str], kept: Iterable[str]) -> list[str]:
+def reductions(staged: Staged, stage: int, degree: int) -> list[str]:
+    """The lines that sum a stage's gradients over dp before a step of the optimizer."""
+    units = [unit for unit in staged.trained() if stage in unit.stages and degree > 1]
+    return [f'world.all_reduce("{unit.name}", axis="dp")' for unit in units] + ["world.wait()"] * bool(units)
+
+
+def total(staged: Staged, stages: Sequence[int]) -> str:
+    """What a step hands out: the loss of its batch, for which nobody waits yet."""
+    loss = loss_of(staged.segmented.captured)
+    value = next(v for v in staged.segmented.captured.values() if v.name == loss.name)
+    here = any(loss.name in stage_outputs(staged, stage) for stage in stages)
+    parts = f"list({loss.name}.values())" if here else "[]"
+    return f'{{"{loss.name}": world.begin_total({parts}, shape={value.at(1)}, dtype={value.dtype})}}'
+
+
+def function(name: str, doc: str, body: Sequence[str], kept: Iterable[str]) -> list[str]:
     """A function, which begins with those of the stores that it uses; the world keeps these from step to step."""
     words = {word for line in body for word in re.findall(r"\w+", line)}
     stores = [f'{store} = world.store("{store}")' for store in kept if store in words]
-    return ["", "", f"def {name}:", *_indented([f'"""{doc}"""', *stores, *body])]
+    return ["", "", f"def {name}:", *indented([f'"""{doc}"""', *stores, *body])]
 
 
-def _indented(lines: Iterable[str]) -> list[str]:
+def indented(lines: Iterable[str]) -> list[str]:
+    """Lines one level further in."""
     return [f"    {line}" for line in lines]
 
 
@@ -89,8 +101,13 @@ def _later(ahead: int) -> str:
 
 def _stores(staged: Staged, stream: Stream, stage: int) -> list[str]:
     """The names of a rank's stores."""
-    names = [line.split(" = ")[0].strip() for line in stores(staged, [stage])]
+    names = store_names(staged, [stage])
     return [*names, f"used_{stage}"] if stream.weights is Weights.STASH else names
+
+
+def store_names(staged: Staged, stages: Sequence[int]) -> list[str]:
+    """The names of the stores of some stages."""
+    return [line.split(" = ")[0].strip() for line in stores(staged, stages)]
 
 
 def _received(staged: Staged, stream: Stream, stage: int, *, late: bool) -> Iterator[str]:
@@ -119,11 +136,10 @@ def _sends(staged: Staged, stage: int, *, forward: bool) -> Iterator[str]:
 
 def _action(staged: Staged, stream: Stream, stage: int, kind: Kind) -> Iterator[str]:
     """The action of microbatch k, with the version of the weights that it uses where that is not the newest."""
-    for name in stage_prologue(staged, stage, kind):
-        yield from _once(staged, name)
+    yield from once(staged, stage_prologue(staged, stage, kind))
     version = _version(stream, stage, kind)
     yield f'with world.action("{kind}", stage={stage}, microbatch=k{version}):'
-    yield from _indented(computed(staged, stage, kind, "k"))
+    yield from indented(computed(staged, stage, kind, "k"))
 
 
 def _version(stream: Stream, stage: int, kind: Kind) -> str:
@@ -138,15 +154,18 @@ def _version(stream: Stream, stage: int, kind: Kind) -> str:
             return ""
 
 
-def _once(staged: Staged, name: str) -> list[str]:
-    """What depends on the whole batch's inputs alone, computed once a batch."""
+def once(staged: Staged, wanted: Iterable[str]) -> list[str]:
+    """The lines that make some values of what depends on the whole batch's inputs alone, computed once a batch."""
     names = [item.value.name for item in staged.segmented.captured.of_kind("prologue")]
     whole = [
         f'batch.whole("{target}")' if kind == "input" else f'world.buffer("{target}")'
         for kind, target, _ in prologue_inputs(staged)
     ]
-    at = f"[{names.index(name)}]" if len(names) > 1 else ""
-    return call(f"{name} = batch.once", [PROLOGUE, "batch.size", *whole], at)
+    made: list[str] = []
+    for name in wanted:
+        at = f"[{names.index(name)}]" if len(names) > 1 else ""
+        made += call(f"{name} = batch.once", [PROLOGUE, "batch.size", *whole], at)
+    return made
 
 
 def loss_of(captured: Captured) -> Output:

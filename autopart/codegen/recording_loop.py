@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -45,7 +46,7 @@ class RecordingBatches(RecordingBatch):
         return range(self.count, self.count + ahead)
 
     def through(self, names: Mapping[str, Any], world: RecordingWorld) -> tuple[Any, ...]:
-        """Run the functions of a text for all batches, and then to the end; what each step returns."""
+        """Run the functions of a text for all batches, and then to the end; what they return, but for nothing."""
         if not callable(names.get("drain")):
             raise TypeError("the text defines no function drain(world, batches)")
         made = []
@@ -53,17 +54,17 @@ class RecordingBatches(RecordingBatch):
             self.entering = range(self.count, self.count + self.each)
             self.count += self.each
             made.append(names["step"](world, self))
-        names["drain"](world, self)
-        return tuple(made)
+        made.append(names["drain"](world, self))
+        return tuple(found for found in made if found)
 
 
 @dataclass
 class RecordingLoop(RecordingWorld):
-    """Takes the place of the world of a loop; `newest` is the newest version of the weights, `oldest` what is kept."""
+    """Takes the place of the world of a loop; by stage, the `newest` version of the weights, and the `oldest` kept."""
 
     named: dict[str, RecordingStore] = field(default_factory=dict)
-    newest: int = 0
-    oldest: int = 0
+    newest: Counter[int] = field(default_factory=Counter)
+    oldest: Counter[int] = field(default_factory=Counter)
 
     def store(self, name: str = "") -> RecordingStore:
         """The store of a name, the same in every step."""
@@ -73,16 +74,17 @@ class RecordingLoop(RecordingWorld):
 
     def version(self, *, stage: int) -> int:
         """The newest version of the weights."""
-        return self.newest
+        return self.newest[stage]
 
     @contextlib.contextmanager
     def action(
         self, kind: str, *, stage: int, microbatch: int, version: int | None = None, delay: int = 0
     ) -> Iterator[None]:
         """A compute action on a version of the weights, the newest unless another is named."""
-        used = self.newest if version is None else version
-        if not self.oldest <= used <= self.newest:
-            raise TypeError(f"version {used} of the weights is not kept; there are {self.oldest} to {self.newest}")
+        oldest, newest = self.oldest[stage], self.newest[stage]
+        used = newest if version is None else version
+        if not oldest <= used <= newest:
+            raise TypeError(f"version {used} of the weights is not kept; there are {oldest} to {newest}")
         with super().action(kind, stage=stage, microbatch=microbatch):
             self._add("version", version=used, delay=delay)
             yield
@@ -91,9 +93,9 @@ class RecordingLoop(RecordingWorld):
         """A step of the optimizer, which makes a version; `keep` of those before stay."""
         if self.here is not None:
             raise TypeError(f"the optimizer steps inside {self.here}")
-        self.newest += 1
-        self.oldest = max(self.oldest, self.newest - keep)
-        self._add("update", Action(Kind.OPT, stage, step), version=self.newest, delay=delay)
+        self.newest[stage] += 1
+        self.oldest[stage] = max(self.oldest[stage], self.newest[stage] - keep)
+        self._add("update", Action(Kind.OPT, stage, step), version=self.newest[stage], delay=delay)
 
     def begin_total(self, parts: Sequence[Spec], *, shape: Shape, dtype: torch.dtype) -> Spec:
         """A sum over microbatches and ranks, which is there some steps later."""

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from autopart.codegen import stages as stage_text
 from autopart.codegen.bodies import bodies
+from autopart.codegen.filled import filled
 from autopart.codegen.functions import function
 from autopart.codegen.layout import layout
 from autopart.codegen.loop import loop
@@ -14,6 +15,7 @@ from autopart.codegen.step import edges, prologue_inputs, step
 from autopart.ir.action import Scheduled, Weights, stages_of
 from autopart.ir.plan import Plan
 from autopart.ir.staged import Staged
+from autopart.schedules.filling import Filled
 from autopart.schedules.stream import stream_of
 
 
@@ -46,7 +48,10 @@ def code(staged: Staged, scheduled: Scheduled, plan: Plan, column: int) -> str:
         for kind in staged.kinds(s):
             lines += stage_text.function_of(staged, s, kind, layouts[s], text.names, degree, completed, last)
     if overlaps:
-        lines += loop(staged, stream_of(plan), column, degree)
+        made = stream_of(plan)
+        lines += (
+            filled(staged, made, column, degree) if isinstance(made, Filled) else loop(staged, made, column, degree)
+        )
     else:
         lines += step(staged, scheduled, column, degree, local=local)
     return _joined(lines)

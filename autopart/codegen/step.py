@@ -139,26 +139,26 @@ def stores(staged: Staged, stages: Sequence[int]) -> list[str]:
 
 def _schedule(staged: Staged, row: Sequence[Action]) -> list[str]:
     lines: list[str] = []
-    for item in periodic(row, _shift):
+    for item in periodic(row, shift):
         if isinstance(item, Loop):
             low, stride = min(action.microbatch for action in item.items), item.stride
             steps = [low, low + stride * item.count, stride]
             lines.append(f"    for k in range({', '.join(map(str, steps if stride > 1 else steps[not low : 2]))}):")
             for action in item.items:
                 offset = action.microbatch - low
-                lines += _action(staged, action, f"k + {offset}" if offset else "k", "        ")
+                lines += action_lines(staged, action, f"k + {offset}" if offset else "k", "        ")
         else:
-            lines += _action(staged, item, str(item.microbatch), "    ")
+            lines += action_lines(staged, item, str(item.microbatch), "    ")
     return lines
 
 
-def _shift(action: Action, later: Action) -> int | None:
+def shift(action: Action, later: Action) -> int | None:
     """By how many microbatches the second action comes later than the first; None if it is another one."""
     by = later.microbatch - action.microbatch
     return by if replace(action, microbatch=later.microbatch) == later else None
 
 
-def _action(staged: Staged, action: Action, k: str, indent: str) -> list[str]:
+def action_lines(staged: Staged, action: Action, k: str, indent: str) -> list[str]:
     stage, peer = action.stage, action.peer
     match action.kind:
         case Kind.SEND:

@@ -24,7 +24,8 @@ def check_loop(staged: Staged, plan: Plan) -> None:
 
 def _faults(staged: Staged, plan: Plan) -> Iterator[str]:
     captured, state, degree = staged.segmented.captured, staged.state, plan.mesh.degree("dp")
-    if plan.mirrors or plan.place != tuple(range(plan.mesh.degree("pp"))):
+    each = tuple(range(plan.mesh.degree("pp")))
+    if plan.mirrors or plan.place != ((0, *each) if is_table(plan.schedule) else each):
         yield (
             f"the plan has its {len(plan.place)} stages on the pipeline ranks {plan.place}, but a loop needs one stage "
             "on each, in order; plan with schedule='1f1b', or use a model that has not been called yet"

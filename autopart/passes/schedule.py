@@ -19,7 +19,7 @@ from autopart.ir.state import Unit
 from autopart.passes.overlap import check_loop
 from autopart.schedules import placed
 from autopart.schedules.spell import AUTO, is_table
-from autopart.schedules.stream import overlaps, stream_of
+from autopart.schedules.stream import overlaps, stream_of, table_of
 
 
 def schedule(staged: Staged, plan: Plan) -> Scheduled:
@@ -60,8 +60,9 @@ def built(plan: Plan, *, training: bool = True) -> Schedule:
     """
     if not training:
         return placed.forwards(plan.place, plan.microbatches)
-    batches = stream_of(plan).shown if overlaps(plan.schedule) else 1
-    return schedules.make(plan.schedule, ranks=plan.mesh.degree("pp"), microbatches=batches * plan.microbatches)
+    if overlaps(plan.schedule):
+        return table_of(plan)
+    return schedules.make(plan.schedule, ranks=plan.mesh.degree("pp"), microbatches=plan.microbatches)
 
 
 def _told(places: Sequence[tuple[int, ...]]) -> str:

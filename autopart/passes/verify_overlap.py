@@ -14,14 +14,14 @@ from autopart.ir.staged import Staged
 from autopart.ir.state import State
 from autopart.passes.verify_texts import Text, fault
 from autopart.passes.verify_within import Needs, check_contributions, contributes, reduces
-from autopart.schedules import make, versions
-from autopart.schedules.stream import Stream
+from autopart.schedules import versions
+from autopart.schedules.filling import Filled
+from autopart.schedules.stream import Stream, table_of
 
 
-def used(text: Text, plan: Plan, stream: Stream) -> int:
+def used(text: Text, plan: Plan, stream: Stream | Filled) -> int:
     """Check that every action uses the version of the weights that the schedule says; the number of actions."""
-    count = stream.shown * stream.batch
-    wanted = versions(make(plan.schedule, ranks=len(stream.ahead), microbatches=count))
+    wanted = versions(table_of(plan))
     checked = 0
     for event in text.events:
         if event.call != "version" or event.within is None:
@@ -35,7 +35,7 @@ def used(text: Text, plan: Plan, stream: Stream) -> int:
     return checked
 
 
-def updates(text: Text, needed: Sequence[Needs], state: State, stream: Stream) -> tuple[int, int]:
+def updates(text: Text, needed: Sequence[Needs], state: State, stream: Stream | Filled) -> tuple[int, int]:
     """Check gradients and the optimizer's steps; the number of contributions and of steps.
 
     Each stage steps once after the backwards of each batch, before those of the next one add to gradients, on what is
@@ -53,12 +53,12 @@ def updates(text: Text, needed: Sequence[Needs], state: State, stream: Stream) -
                 _check_reduced(text, events[:place], unit)
             events = events[place + 1 :]
             steps += 1
-        if events:
+        if events := [event for event in events if event.call != "wait"]:
             raise fault("updates", text.at(events[0]), "no batch is left", "step once after each batch's last backward")
     return contributions, steps
 
 
-def losses(text: Text, staged: Staged, stream: Stream) -> int:
+def losses(text: Text, staged: Staged, stream: Stream | Filled) -> int:
     """Check that each step hands out the loss of its batch, from all of its microbatches; the number of losses."""
     loss = loss_of(staged.segmented.captured)
     here = any(loss.name in stage_outputs(staged, stage) for stage in text.stages)
@@ -80,7 +80,7 @@ def _concerns(event: Event, stage: int, units: Sequence[str]) -> bool:
 
 
 def _check_step(
-    text: Text, before: Sequence[Event], step: Sequence[Event], stage: int, number: int, stream: Stream
+    text: Text, before: Sequence[Event], step: Sequence[Event], stage: int, number: int, stream: Stream | Filled
 ) -> None:
     """The step of a batch is the next one, and what was added up before it are the gradients of that batch."""
     due = Action(Kind.OPT, stage, number)

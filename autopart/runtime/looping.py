@@ -41,7 +41,10 @@ class Used:
 
 
 class LoopWorld(World):
-    """One rank's world for a whole loop. See `autopart.codegen.loop` for the text that calls it."""
+    """One rank's world for a whole loop, with `versions` of the weights of each of its stages.
+
+    See `autopart.codegen.loop` for the text that calls it.
+    """
 
     def __init__(
         self,
@@ -50,7 +53,7 @@ class LoopWorld(World):
         place: Sequence[int],
         states: States,
         buffers: Mapping[str, torch.Tensor],
-        versions: Versions,
+        versions: Mapping[int, Versions],
         updates: Updates,
     ) -> None:
         none = Batch({}, {}, (0,), 0, 1, Draws(0, 0))  # batches come one after the other, copied, to `batches`
@@ -58,7 +61,7 @@ class LoopWorld(World):
         self.batches, self.versions, self.updates = Batches(), versions, updates
         self.used: deque[Used] = deque(maxlen=LOGGED)
         self._stores: dict[str, Store] = {}
-        self._version, self._delay = 0, 0
+        self._stage, self._version, self._delay = 0, 0, 0
 
     def enter(self, batch: Numbered, unfinished: int) -> None:
         """A batch comes; the last `unfinished` microbatches of those before are still needed."""
@@ -73,7 +76,7 @@ class LoopWorld(World):
 
     def version(self, *, stage: int) -> int:
         """The newest version of the stage's weights."""
-        return self.versions.newest
+        return self.versions[stage].newest
 
     @contextlib.contextmanager
     def action(
@@ -83,9 +86,9 @@ class LoopWorld(World):
 
         With `delay`, a forward sees the weights as they are predicted to be so many steps later.
         """
-        self._version = self.versions.newest if version is None else version
-        self._delay = delay
-        self.memory.transient(self.versions.nbytes())
+        self._stage, self._delay = stage, delay
+        self._version = self.versions[stage].newest if version is None else version
+        self.memory.transient(sum(versions.nbytes() for versions in self.versions.values()))
         with super().action(kind, stage=stage, microbatch=microbatch):
             yield
             if microbatch == 0 and kind == Kind.F:
@@ -95,7 +98,12 @@ class LoopWorld(World):
 
     def _check_kept(self) -> None:
         """Refuse a forward that keeps a weight itself, which the optimizer would change under its backward."""
-        live = {t.untyped_storage().data_ptr() for name in self.versions.trained for t in self.versions.live[name]}
+        live = {
+            tensor.untyped_storage().data_ptr()
+            for versions in self.versions.values()
+            for name in versions.trained
+            for tensor in versions.live[name]
+        }
         if any(storage.data_ptr() in live for store in self.memory.stores for storage in store.storages()):
             raise RankFailure(
                 f"rank {self.transport.rank}: the forward keeps a parameter itself for the backward, which would be "
@@ -104,8 +112,9 @@ class LoopWorld(World):
 
     def parameters(self, unit: str) -> Sequence[torch.Tensor]:
         """The whole parameters of a unit, at the version of the action."""
-        found = self.versions.of(unit, self._version)
-        if not self._delay or unit not in self.versions.trained:
+        versions = self.versions[self._stage]
+        found = versions.of(unit, self._version)
+        if not self._delay or unit not in versions.trained:
             return found
         names = [parameter.target for parameter in self.states.units[unit].parameters]
         return self.updates.predicted(self._version, names, found, self._delay)
@@ -115,16 +124,17 @@ class LoopWorld(World):
 
         `keep` versions of the weights beside the one that it makes stay; `delay` is how many steps ago the forward was.
         """
+        versions = self.versions[stage]
         gradients = {
             parameter.target: grad
-            for name in sorted(self.versions.trained)
+            for name in sorted(versions.trained)
             for parameter, grad in zip(
                 self.states.units[name].parameters, self.states.take(self.states.units[name]), strict=True
             )
             if grad is not None
         }
         start = time.perf_counter()
-        self.versions.advance(step, keep, lambda: self.updates.step(step, gradients, delay))
+        versions.advance(step, keep, lambda: self.updates.step(step, gradients, delay))
         self.used.append(Used(f"{stage}{Kind.OPT}{step}", step + 1, start, time.perf_counter()))
 
     def begin_total(

@@ -14,11 +14,13 @@ from inspect import signature
 
 from autopart.ir.action import SETTINGS, Action, Kind, Schedule, Weights
 from autopart.ir.plan import Plan
-from autopart.schedules import stale
+from autopart.schedules import flush, stale
 from autopart.schedules.build import build, read_name
 from autopart.schedules.dependencies import Edges, batch_size
 from autopart.schedules.family import check_count
+from autopart.schedules.filling import Filled
 from autopart.schedules.spell import is_table, make
+from autopart.schedules.text import read
 from autopart.schedules.versions import staleness
 
 
@@ -46,6 +48,11 @@ class Stream:
     def lag(self) -> int:
         """After how many further batches every rank has done all of a batch, but for its own last backwards."""
         return -(-max(self.ahead) // self.batch)
+
+    @property
+    def unfinished(self) -> int:
+        """The microbatches before those of the last batch that some rank still needs."""
+        return max(self.ahead)
 
     @property
     def shown(self) -> int:
@@ -76,18 +83,28 @@ class Stream:
             yield from (Action(Kind.RECV, stage, k, peer=giver) for giver, k in made if 0 <= k < count)
 
 
-def stream_of(plan: Plan) -> Stream:
-    """The stream of a plan whose steps overlap: one with an asynchronous schedule.
+def table_of(plan: Plan) -> Schedule:
+    """The table of a plan whose steps overlap, for as many batches as it shows."""
+    if is_table(plan.schedule):
+        return read(plan.schedule, name="filled")
+    count = stream_of(plan).shown * plan.microbatches
+    return make(plan.schedule, ranks=plan.mesh.degree("pp"), microbatches=count)
+
+
+def stream_of(plan: Plan) -> Stream | Filled:
+    """What the ranks of a plan whose steps overlap do over and over.
 
     Raises ValueError for a schedule that flushes, one that cannot be for the plan's numbers, and one that changes
     weights in another order than that of a stream.
     """
     ranks, batch = plan.mesh.degree("pp"), plan.microbatches
-    few = make(plan.schedule, ranks=ranks, microbatches=batch)
-    named = few.weights is not Weights.SYNC and not is_table(plan.schedule)
-    # A name makes a table for any number of batches: one that has a beginning, a middle and an end.
-    schedule = make(plan.schedule, ranks=ranks, microbatches=batch * (2 * ranks + 2)) if named else few
-    found = _read(schedule) if named else None
+    if is_table(plan.schedule):
+        schedule = read(plan.schedule, name="filled")
+        found: Stream | Filled | None = Filled.read(schedule, batch)
+    else:
+        # A name makes a table for any number of batches: one that has a beginning, a middle and an end.
+        schedule = make(plan.schedule, ranks=ranks, microbatches=batch * (2 * ranks + 2))
+        found = _read(schedule) if schedule.weights is not Weights.SYNC else None
     if found is None or found.batch != batch:
         raise ValueError(
             f"schedule: {schedule.name!r} does not step after each batch of {batch} microbatches and go on; name "
@@ -103,11 +120,12 @@ def spelled(schedule: str, ranks: int, microbatches: int | None) -> tuple[str, i
     TypeError for what is no text.
     """
     family, options = read_name(schedule)
+    if family in flush.FAMILIES:
+        count = 2 * ranks if microbatches is None else microbatches
+        return build(schedule, ranks=ranks, microbatches=count).name, count
     if family not in stale.FAMILIES:
-        raise ValueError(
-            f"schedule: {schedule!r} flushes after each batch, as ordinary calls of the module do; train_loop takes "
-            f"{', '.join(each.name for each in stale.FAMILIES)}"
-        )
+        taken = ", ".join(each.name for each in (*stale.FAMILIES, *flush.FAMILIES))
+        raise ValueError(f"schedule: {schedule!r} is none of a train_loop; it takes {taken}")
     given = options.get("accumulate")
     if microbatches is not None and given not in (None, microbatches):
         raise ValueError(f"microbatches: {microbatches} contradict {schedule!r}")
@@ -125,9 +143,14 @@ def spelled(schedule: str, ranks: int, microbatches: int | None) -> tuple[str, i
     return build(text, ranks=ranks, microbatches=batch).name, batch
 
 
-def batch_of(plan: Plan) -> tuple[str, int]:
-    """What `spelled` says of the schedule of a plan whose steps overlap."""
-    return spelled(plan.schedule, plan.mesh.degree("pp"), plan.microbatches)
+def fits(plan: Plan, schedule: str, batch: int) -> bool:
+    """Whether a plan whose steps overlap is one of what `spelled` says."""
+    ranks = plan.mesh.degree("pp")
+    if is_table(plan.schedule):
+        found = stream_of(plan)
+        trained = make(schedule, ranks=ranks, microbatches=batch)
+        return isinstance(found, Filled) and found.trained.table == trained.table
+    return spelled(plan.schedule, ranks, plan.microbatches) == (schedule, batch)
 
 
 def overlaps(text: str) -> bool:
