@@ -1,4 +1,4 @@
-"""The public functions: `plan`, `compile`, `parallelize`, `post_validated`, `train_loop`, `simulate`, `save` and `load`."""
+"""Public functions: `plan`, `compile`, `parallelize`, `train_loop`, `post_validated`, `simulate`, `save`, `load`."""
 
 from autopart.api.compiler import compile, plan
 from autopart.api.loop import train_loop
