@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from autopart import schedules, testing
-    from autopart.api import compile, load, parallelize, plan, post_validated, save, simulate
+    from autopart.api import compile, load, parallelize, plan, post_validated, save, simulate, train_loop
     from autopart.cluster import Cluster
     from autopart.errors import AutopartError, CaptureError, PlanInfeasible, RankFailure, VerificationError
     from autopart.ir.placement import Partial, Placement, Replicate, Shard
@@ -38,11 +38,14 @@ __all__ = [
     "schedules",
     "simulate",
     "testing",
+    "train_loop",
     "verify",
 ]
 
 _HOMES = {
-    **dict.fromkeys(("compile", "load", "parallelize", "plan", "post_validated", "save", "simulate"), "autopart.api"),
+    **dict.fromkeys(
+        ("compile", "load", "parallelize", "plan", "post_validated", "save", "simulate", "train_loop"), "autopart.api"
+    ),
     **dict.fromkeys(
         ("AutopartError", "CaptureError", "PlanInfeasible", "RankFailure", "VerificationError"), "autopart.errors"
     ),

@@ -9,7 +9,6 @@ from autopart.schedules import build, executable, validate
     ("name", "needs"),
     [
         ("terapipe", "attention over 4 slices"),
-        ("paci", "optimizer steps between the microbatches"),
     ],
 )
 def test_refused(name, needs):
@@ -17,6 +16,11 @@ def test_refused(name, needs):
         ValueError, match=rf"schedule: '{name}' cannot be compiled yet, only simulated .*{needs}.*'1f1b'"
     ):
         executable(build(name, ranks=4, microbatches=12))
+
+
+def test_a_loop_whose_steps_overlap_is_train_loops():
+    with pytest.raises(ValueError, match=r"'paci' takes the optimizer's steps between .* autopart.train_loop\("):
+        executable(build("paci", ranks=4, microbatches=12))
 
 
 @pytest.mark.parametrize("name", ["gpipe", "zb-v", "dualpipev", "dualpipe", "bitpipe", "vocab", "forward"])

@@ -1,9 +1,10 @@
-"""The public functions: `plan`, `compile`, `parallelize`, `post_validated`, `simulate`, `save` and `load`."""
+"""Public functions: `plan`, `compile`, `parallelize`, `train_loop`, `post_validated`, `simulate`, `save`, `load`."""
 
 from autopart.api.compiler import compile, plan
+from autopart.api.loop import train_loop
 from autopart.api.module import parallelize
 from autopart.api.saving import load, save
 from autopart.api.stepping import post_validated
 from autopart.api.timeline import simulate
 
-__all__ = ["compile", "load", "parallelize", "plan", "post_validated", "save", "simulate"]
+__all__ = ["compile", "load", "parallelize", "plan", "post_validated", "save", "simulate", "train_loop"]

@@ -66,6 +66,11 @@ def agree(transport: Transport, kind: Named, call: Call, mesh: Mesh | None, *, h
     return Agreed(seed, samples, all(has for _, _, has in gathered))
 
 
+def digest(kind: Named, call: Call) -> int:
+    """A number, at least 1, that differs where calls do."""
+    return 1 + int(_digest(repr((kind, call.batch, _checksums(call))))[:15], 16)
+
+
 def alike(transport: Transport | None, made: Named, compiled: Callable[[], Compiled]) -> Compiled:
     """``compiled()``, which must give the same program on every rank, or an error on every rank. Collective.
 

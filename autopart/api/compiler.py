@@ -35,6 +35,7 @@ from autopart.passes.emit import emit
 from autopart.passes.inside import crossing, inside
 from autopart.passes.judge import check_sums
 from autopart.passes.normalise import normalise
+from autopart.passes.overlap import check_recompute
 from autopart.passes.places import at_place
 from autopart.passes.predict import with_memory, with_traffic
 from autopart.passes.recompute import recompute, with_regions
@@ -171,6 +172,7 @@ def lower(segmented: Segmented, plan: Plan, *, state: State | None = None, check
 
 def _staged(segmented: Segmented, plan: Plan, state: State | None = None) -> tuple[tuple[Staged, ...], Scheduled]:
     """recompute, shard, split, schedule and split_backward; for every place where tensors are split inside segments."""
+    check_recompute(segmented, plan)
     made = [split(each, plan, state=state) for each in _sharded(segmented, plan, state)]
     lowered = scheduled(made[0], plan)
     return tuple(split_backward(each, lowered.schedule, samples=plan.largest) for each in made), lowered

@@ -93,6 +93,7 @@ class Parallel(torch.nn.Module):
 
     def full_state_dict(self) -> dict[str, Any]:
         """The original ``state_dict()``: every key, whole tensors, on CPU, on every rank. Collective."""
+        self._autopart.check_flushed()
         local: dict[str, Any] = super().state_dict()
         residence = self._autopart.residence
         whole = {} if residence is None else residence.gather({n: p.data for n, p in residence.parameters.items()})
@@ -117,6 +118,7 @@ class Parallel(torch.nn.Module):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """As the module's own; on a rank that holds parts, whole tensors on CPU under its names (collective)."""
+        self._autopart.check_flushed()
         if self._autopart.residence is None:
             return super().state_dict(*args, **kwargs)
         given = dict(zip(("destination", "prefix", "keep_vars"), args, strict=False)) | kwargs
@@ -127,6 +129,7 @@ class Parallel(torch.nn.Module):
 
     def local_state_dict(self) -> dict[str, Any]:
         """The parts that this rank holds, under the original names."""
+        self._autopart.check_flushed()
         local: dict[str, Any] = super().state_dict()
         return local
 
@@ -137,6 +140,7 @@ class Parallel(torch.nn.Module):
         those when `strict`, and for other shapes always. Raises ValueError for `assign` once parameters are parts, and
         where ranks bring different values.
         """
+        self._autopart.renewed()
         residence = self._autopart.residence
         if residence is None:
             return super().load_state_dict(state_dict, strict=strict, assign=assign)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from autopart import capture as capturing
-from autopart.api import compiler
+from autopart.api import compiler, loop_plans
 from autopart.api.boundary import check_local
 from autopart.api.options import Options
 from autopart.api.plain import constants
@@ -22,7 +22,7 @@ from autopart.api.ranks import Ranks
 from autopart.capture.call import Call
 from autopart.capture.pattern import Pattern
 from autopart.ir.captured import Captured
-from autopart.ir.mesh import pieces
+from autopart.ir.mesh import Mesh, pieces
 from autopart.ir.plan import Plan
 from autopart.ir.program import Program
 from autopart.passes.normalise import normalise
@@ -32,6 +32,7 @@ from autopart.passes.slices import least_samples
 from autopart.passes.verify import verify
 from autopart.runtime.executor import Loaded
 from autopart.runtime.residence import Residence
+from autopart.schedules.stream import fits, overlaps, spelled
 
 CACHED_PROGRAMS = 8
 KEPT_PATTERNS = 4  # of training and evaluation, with and without optional arguments
@@ -152,6 +153,51 @@ class Programs:
             self.training = compiled.program
         return compiled
 
+    def overlapping(self, asked: Asked, ranks: Ranks, residence: Residence | None, schedule: str) -> Compiled:
+        """The program of a loop whose steps overlap under an asynchronous schedule, for calls like this one.
+
+        The state is where the module's plan puts it. Without a plan yet, one is made: a stage a rank, parameters whole.
+        A pinned program of such a loop is verified and run. Raises ValueError where the schedule cannot be, and what
+        compiling raises.
+        """
+        if residence is not None:
+            asked = replace(asked, model=residence.whole_copy(asked.model))
+        pinned = self.options.given_plan
+        known = self.plan or pinned
+        mesh = known.mesh if known is not None else self.options.given_mesh() or Mesh.of({"pp": ranks.size})
+        text, batch = spelled(schedule, mesh.degree("pp"), self.options.microbatches)
+        if pinned is not None and overlaps(pinned.schedule) and not fits(pinned, text, batch):
+            raise ValueError(f"schedule: {text!r} is asked for, but the plan is of {pinned.schedule!r}; name that")
+        program = self._given(asked, loop=True) or self._overlapped(asked, ranks, residence, mesh, text, batch)
+        least = least_samples(program.captured)
+        compiler.check_cut(asked.shares(program.plan), program.plan, least)
+        return Compiled(program, self._loaded(program, asked, ranks), least)
+
+    def _overlapped(
+        self, asked: Asked, ranks: Ranks, residence: Residence | None, mesh: Mesh, schedule: str, batch: int
+    ) -> Program:
+        captured = self._captured(asked)
+        if self.plan is None and self.options.given_plan is not None:
+            self.plan = self._planned(captured, asked.call.batch, ranks.size)
+        fills = not overlaps(schedule)
+        if self.plan is None:
+            size, devices = asked.call.batch, ranks.size
+            pins: Any = self.options.pins()
+            pins |= {"placement": pins["placement"] or "ddp"}
+            if fills:
+                made = loop_plans.with_front(captured, schedule, mesh, batch, batch=size, devices=devices, pins=pins)
+            else:
+                pins |= {"mesh": mesh, "schedule": "1f1b", "microbatches": batch}
+                made = compiler.planned(captured, batch=size, devices=devices, **pins)
+            self.plan = made
+        segmented = segment(captured, cuts=self.plan.cuts)
+        if fills:
+            plan = loop_plans.filled(segmented, self.plan, schedule)
+        else:
+            plan = loop_plans.endless(segmented, self.plan, schedule, batch)
+        state = residence.state if residence is not None else None
+        return compiler.lower(segmented, plan, state=state, check=self.options.verify)
+
     def _key(self, made: Made, asked: Asked) -> tuple[Made, int | None]:
         """What the program of a call is kept under: a training one has the plan's microbatches, whatever the batch."""
         if self.plan is None:
@@ -181,14 +227,22 @@ class Programs:
         if residence is not None:
             asked = replace(asked, model=residence.whole_copy(asked.model))
         program = self._given(asked) or self._lowered(asked, ranks, residence)
-        device = ranks.transport.device if ranks.transport is not None else asked.call.device
-        loaded = {rank: Loaded.of(program, rank, device) for rank in ranks.here}
-        return Compiled(program, loaded, least_samples(program.captured))
+        return Compiled(program, self._loaded(program, asked, ranks), least_samples(program.captured))
 
-    def _given(self, asked: Asked) -> Program | None:
-        """The pinned program, verified, if it is one for this call: same shapes, dtypes and other arguments."""
+    def _loaded(self, program: Program, asked: Asked, ranks: Ranks) -> dict[int, Loaded]:
+        """The texts of the ranks here."""
+        device = ranks.transport.device if ranks.transport is not None else asked.call.device
+        return {rank: Loaded.of(program, rank, device) for rank in ranks.here}
+
+    def _given(self, asked: Asked, *, loop: bool = False) -> Program | None:
+        """The pinned program, verified, if it is one for this call: same shapes, dtypes and other arguments.
+
+        With `loop`, if it is of a loop whose steps overlap, else of a step.
+        """
         program = self.options.given_program
-        if program is None or not torch.is_grad_enabled() or program.captured.call != asked.call.text:
+        if program is None or overlaps(program.plan.schedule) != loop:
+            return None
+        if not torch.is_grad_enabled() or program.captured.call != asked.call.text:
             return None
         trained = {name: p.requires_grad for name, p in asked.model.named_parameters(remove_duplicate=False)}
         outputs = [out for out in program.captured.outputs if out.kind == "output"]
@@ -208,6 +262,11 @@ class Programs:
             self.plan = self._planned(captured, sum(asked.samples or (asked.call.batch,)), ranks.size)
         plan = self.plan
         if captured.training:
+            if overlaps(plan.schedule):
+                raise ValueError(
+                    f"plan: it is of a loop whose steps overlap ({plan.schedule!r}); train with autopart.train_loop("
+                    f"model, optimizer, batches, schedule={plan.schedule!r})"
+                )
             compiler.check_cut(asked.shares(plan), plan, least_samples(captured))
         segmented = segment(captured, cuts=plan.cuts)
         if captured.deferred:

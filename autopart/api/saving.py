@@ -76,6 +76,7 @@ def load(
     """
     parallel = _parallel(model)
     session = parallel._autopart
+    session.renewed()
     ranks = session.join()
     holder, transport = session.holder(parallel), ranks.transport
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -34,6 +34,12 @@ if TYPE_CHECKING:
     from autopart.api.stepping import PostValidated
 
 
+class UnderWay(Protocol):
+    """A loop whose steps overlap; `failed` says that some of them were lost."""
+
+    failed: bool
+
+
 class Session:
     """State of one parallelised module: its world, its programs, where its parameters are, what is delivered next."""
 
@@ -55,9 +61,25 @@ class Session:
         self.draws: Draws | None = None  # of the last training call
         self.delivery = Delivery()
         self.stepping: PostValidated | None = None  # the optimizer that the program of a call is handed
+        self.loop: UnderWay | None = None  # the `train_loop` of which steps are under way
+
+    def check_flushed(self) -> None:
+        """Raise RuntimeError while a `train_loop` has steps under way: stages have weights of different versions."""
+        if self.loop is not None:
+            raise RuntimeError(
+                "train_loop: a loop over this model is not flushed; take all of its losses, or call its flush() on "
+                "every rank" + ("; it has failed, so load a state dict first" if self.loop.failed else "")
+            )
+
+    def renewed(self) -> None:
+        """All weights are about to be given anew, which is what a loop that failed needs."""
+        if self.loop is not None and self.loop.failed:
+            self.loop = None
+        self.check_flushed()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Session:
         """The session of a copy of the module: the same world, plan and programs, state of its own."""
+        self.check_flushed()
         made = copy.copy(self)
         made.programs, made.at_placement, made.delivery = self.programs.copied(), [], self.delivery.copied()
         made.construction = self.construction.copied(memo) if self.construction is not None else None
@@ -73,6 +95,7 @@ class Session:
         A forward draws the random numbers of the last training call.
         """
         check_hooks(model, self.options.hooks)
+        self.check_flushed()
         ranks = self.join()
         self.delivery.unreduced.forget()
         if self.residence is not None:

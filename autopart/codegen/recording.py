@@ -14,6 +14,7 @@ from typing import Any, cast
 import torch
 
 from autopart.codegen.parsed import PROLOGUE, Body, executed
+from autopart.codegen.recording_loop import RecordingBatches
 from autopart.codegen.recording_world import Call, Event, RecordingBatch, RecordingWorld
 from autopart.codegen.shapes import META, Bodies, Shape, Spec, made_by
 from autopart.ir.action import Action
@@ -40,6 +41,11 @@ class Recording:
     early: int = 0
 
     @property
+    def handed_out(self) -> tuple[Any, ...]:
+        """What was yielded and returned; of a loop, what each of its steps returned."""
+        return self.result if isinstance(self.result, tuple) else (self.yielded, self.result)
+
+    @property
     def actions(self) -> tuple[Action, ...]:
         """The actions of the row, as a schedule names them."""
         return tuple(event.action for event in self.events if event.action is not None)
@@ -57,7 +63,10 @@ def record(source: str, name: str, world: RecordingWorld, batch: RecordingBatch,
     namespace["torch"] = _Torch()
     world.file, world.batch = name, batch
     try:
-        result, yielded, early = _completed(names["step"](world, batch), world)
+        if isinstance(batch, RecordingBatches):
+            result, yielded, early = batch.through(names, world), None, 0
+        else:
+            result, yielded, early = _completed(names["step"](world, batch), world)
     except Exception as error:
         if world.here is not None:
             error.add_note(f"stage {world.here.stage}, microbatch {world.here.microbatch}, action {world.here}")

@@ -29,7 +29,8 @@ class Event:
     accumulating, making outputs whole); `within` is the compute action around it. `what` are the shapes sent, expected,
     accumulated or brought together; `axis` and `stages` say who takes part; `line` is the line of the text; `buffers`
     are those that are updated or made one; `exchange` is a collective on values inside a body. A collective that moves
-    several units is an event for each of them, which are `together`.
+    several units is an event for each of them, which are `together`. `version` is that of the weights which an action
+    of a loop uses, or which a step of the optimizer makes; `delay` the steps that it makes up for.
     """
 
     call: str
@@ -43,6 +44,8 @@ class Event:
     buffers: tuple[str, ...] = ()
     together: tuple[str, ...] = ()
     exchange: Exchange | None = None
+    version: int = -1
+    delay: int = 0
 
 
 @dataclass(frozen=True, slots=True)

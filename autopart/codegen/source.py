@@ -6,13 +6,17 @@ from collections.abc import Iterator, Sequence
 
 from autopart.codegen import stages as stage_text
 from autopart.codegen.bodies import bodies
+from autopart.codegen.filled import filled
 from autopart.codegen.functions import function
 from autopart.codegen.layout import layout
+from autopart.codegen.loop import loop
 from autopart.codegen.parsed import PROLOGUE
 from autopart.codegen.step import edges, prologue_inputs, step
-from autopart.ir.action import Scheduled, stages_of
+from autopart.ir.action import Scheduled, Weights, stages_of
 from autopart.ir.plan import Plan
 from autopart.ir.staged import Staged
+from autopart.schedules.filling import Filled
+from autopart.schedules.stream import stream_of
 
 
 def sources(places: Sequence[Staged], scheduled: Scheduled, plan: Plan) -> Iterator[str]:
@@ -37,12 +41,19 @@ def code(staged: Staged, scheduled: Scheduled, plan: Plan, column: int) -> str:
     text = bodies(item for s in held for item in layouts[s])
     local = plan.inputs == "local"
     lines = [*_prologue(staged, held, local and degree > 1), *text.lines, *edges(staged, held)]
+    overlaps = scheduled.schedule.weights is not Weights.SYNC
     for s in held:
-        completed = staged.completed(s, degree, scheduled.unfinished(s))
+        completed = {} if overlaps else staged.completed(s, degree, scheduled.unfinished(s))
         last = scheduled.last_backward(s)
         for kind in staged.kinds(s):
             lines += stage_text.function_of(staged, s, kind, layouts[s], text.names, degree, completed, last)
-    lines += step(staged, scheduled, column, degree, local=local)
+    if overlaps:
+        made = stream_of(plan)
+        lines += (
+            filled(staged, made, column, degree) if isinstance(made, Filled) else loop(staged, made, column, degree)
+        )
+    else:
+        lines += step(staged, scheduled, column, degree, local=local)
     return _joined(lines)
 
 
@@ -66,7 +77,7 @@ def _header(staged: Staged, scheduled: Scheduled, plan: Plan, rank: int, held: S
         f'"""{first}',
         "",
         *([*(f"stage {s}: {span}{_copy(staged, s)}" for s, span in spans.items()), ""] if len(held) > 1 else []),
-        f"{kind}, schedule {schedule.name}, {schedule.microbatches} microbatches, placements {placements}",
+        f"{kind}, schedule {schedule.name}, {plan.microbatches} microbatches, placements {placements}",
         "b is the number of samples in the microbatch at hand, B in the whole batch.",
         *(["Each data rank is given its own samples."] if plan.inputs == "local" else []),
         '"""',
@@ -77,7 +88,7 @@ def _header(staged: Staged, scheduled: Scheduled, plan: Plan, rank: int, held: S
         "",
         f"RANK, MESH = {rank}, {dict(plan.mesh.axes)!r}",
         f"PLACE = {schedule.place}  # the pp rank of each stage",
-        f"MICROBATCHES = {schedule.microbatches}",
+        f"MICROBATCHES = {plan.microbatches}",
         'DEVICE = torch.device("cpu")  # the world\'s device when the program runs',
     ]
 

@@ -40,7 +40,7 @@ def step(staged: Staged, scheduled: Scheduled, column: int, degree: int, *, loca
     if stale:
         lines.append("    # Parameters that the last optimizer step updated in parts are made whole again.")
         lines += _rolled(stale)
-    lines += _stores(staged, stages)
+    lines += stores(staged, stages)
     lines += [f"    {out.name} = {{}}" for out in outputs(staged) if {*makers(staged, out)} & {*stages}]
     results = [out for out in outputs(staged) if out.kind != "input_grad"]
     if staged.segmented.captured.deferred:
@@ -124,60 +124,61 @@ def prologue_inputs(staged: Staged) -> tuple[tuple[str, str, str], ...]:
     )
 
 
-def _edge(staged: Staged, source: int, target: int) -> str:
+def edge_name(staged: Staged, source: int, target: int) -> str:
+    """The store of what a stage hands to another."""
     if staged.is_part(source) and staged.is_part(target):
         return f"sums_{source}_{target}"
     return f"{'acts' if source < target else 'grads'}_{source}_{target}"
 
 
-def _stores(staged: Staged, stages: Sequence[int]) -> list[str]:
+def stores(staged: Staged, stages: Sequence[int]) -> list[str]:
     kept = [f"{name}_{s}" for s in stages for kind in staged.kinds(s) if (name := stores_of(staged, s, kind)[1])]
     lines = [f"    {name} = world.store()" for name in kept]
     for edge in (e for e in staged.edges if e.source in stages or e.target in stages):
         local = "  # from stage to stage on this rank" if edge.source in stages and edge.target in stages else ""
-        lines.append(f"    {_edge(staged, edge.source, edge.target)} = world.store(){local}")
+        lines.append(f"    {edge_name(staged, edge.source, edge.target)} = world.store(){local}")
     return lines
 
 
 def _schedule(staged: Staged, row: Sequence[Action]) -> list[str]:
     lines: list[str] = []
-    for item in periodic(row, _shift):
+    for item in periodic(row, shift):
         if isinstance(item, Loop):
             low, stride = min(action.microbatch for action in item.items), item.stride
             steps = [low, low + stride * item.count, stride]
             lines.append(f"    for k in range({', '.join(map(str, steps if stride > 1 else steps[not low : 2]))}):")
             for action in item.items:
                 offset = action.microbatch - low
-                lines += _action(staged, action, f"k + {offset}" if offset else "k", "        ")
+                lines += action_lines(staged, action, f"k + {offset}" if offset else "k", "        ")
         else:
-            lines += _action(staged, item, str(item.microbatch), "    ")
+            lines += action_lines(staged, item, str(item.microbatch), "    ")
     return lines
 
 
-def _shift(action: Action, later: Action) -> int | None:
+def shift(action: Action, later: Action) -> int | None:
     """By how many microbatches the second action comes later than the first; None if it is another one."""
     by = later.microbatch - action.microbatch
     return by if replace(action, microbatch=later.microbatch) == later else None
 
 
-def _action(staged: Staged, action: Action, k: str, indent: str) -> list[str]:
+def action_lines(staged: Staged, action: Action, k: str, indent: str) -> list[str]:
     stage, peer = action.stage, action.peer
     match action.kind:
         case Kind.SEND:
-            line = f"world.send({_edge(staged, stage, peer)}.pop({k}), stage={stage}, to={peer}, microbatch={k})"
+            line = f"world.send({edge_name(staged, stage, peer)}.pop({k}), stage={stage}, to={peer}, microbatch={k})"
             return [indent + line]
         case Kind.RECV:
-            like, edge = f"edge_{peer}_{stage}(batch.sizes[{k}])", _edge(staged, peer, stage)
+            like, edge = f"edge_{peer}_{stage}(batch.sizes[{k}])", edge_name(staged, peer, stage)
             return [f"{indent}{edge}[{k}] = world.recv({like}, stage={stage}, source={peer}, microbatch={k})"]
         case Kind.F | Kind.B | Kind.I | Kind.W | Kind.S | Kind.T:
-            body = _compute(staged, stage, action.kind, k)
+            body = computed(staged, stage, action.kind, k)
             head = f'{indent}with world.action("{action.kind}", stage={stage}, microbatch={k}):'
             return [head, *(f"{indent}    {line}" for line in body)]
         case _:
             raise AssertionError(f"no text for {action}")
 
 
-def _compute(staged: Staged, stage: int, kind: Kind, k: str) -> list[str]:
+def computed(staged: Staged, stage: int, kind: Kind, k: str) -> list[str]:
     """The call of a stage's function: from its stores, to its stores."""
     if kind not in (Kind.F, Kind.S) and not staged.phases(stage, kind):
         later = kind is Kind.I and staged.phases(stage, Kind.W)
@@ -186,12 +187,12 @@ def _compute(staged: Staged, stage: int, kind: Kind, k: str) -> list[str]:
         ]
     taken, kept = stores_of(staged, stage, kind)
     edges_in, edges_out = stage_edges(staged, stage, kind)
-    results = [f"{_edge(staged, stage, edge.target)}[{k}]" for edge in edges_out]
+    results = [f"{edge_name(staged, stage, edge.target)}[{k}]" for edge in edges_out]
     results += [f"{name}[{k}]" for name in stage_results(staged, stage, kind)]
     results += [f"{kept}_{stage}[{k}]"] * bool(kept)
     args = ["world", "batch", k, *([f"{taken}_{stage}.pop({k})"] if taken else [])]
     args += ["tangents"] * takes_tangents(staged, stage, kind)
-    args += [f"{_edge(staged, edge.source, stage)}.pop({k})" for edge in edges_in]
+    args += [f"{edge_name(staged, edge.source, stage)}.pop({k})" for edge in edges_in]
     args += stage_prologue(staged, stage, kind)
     return call((f"{', '.join(results)} = " if results else "") + f"stage{stage}_{SUFFIX[kind]}", args, "")
 

@@ -72,6 +72,8 @@ def _moves(staged: Staged, kind: Kind, stage: int, peer: int) -> tuple[frozenset
             emptied = [("edge", e.source, e.target) for e in edges_in] + [(taken, stage, stage)] * bool(taken)
             filled = [("edge", e.source, e.target) for e in edges_out] + [(kept, stage, stage)] * bool(kept)
             return frozenset(emptied), frozenset(filled)
+        case Kind.OPT:
+            return frozenset(), frozenset()
         case _:
             raise AssertionError(f"{kind} in a lowered row")
 

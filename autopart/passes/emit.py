@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from autopart.codegen.graphs import stage_graphs
 from autopart.codegen.recording import Recording, record
+from autopart.codegen.recording_loop import RecordingBatches, RecordingLoop
 from autopart.codegen.recording_world import RecordingBatch, RecordingWorld
 from autopart.codegen.shapes import Bodies, Spec
 from autopart.codegen.source import sources
@@ -25,6 +26,7 @@ from autopart.ir.program import Program, RankProgram
 from autopart.ir.staged import Staged
 from autopart.ir.state import State
 from autopart.passes.schedule import with_collectives
+from autopart.schedules.stream import overlaps, stream_of
 
 _RANK = re.compile(r"^RANK, MESH = (\d+),", re.MULTILINE)
 
@@ -84,8 +86,12 @@ def observe(
     }
     draws = {item.target: _spec(item.value, batch) for item in captured.of_kind("random")}
     places = {plan.tensor.axis: inside} if plan.tensor is not None else {}
-    world = RecordingWorld(state, parts, part, buffers, places, tangents)
-    given = RecordingBatch(inputs, mine, batch, draws, local=parts > 1 and plan.inputs == "local")
+    if captured.training and overlaps(plan.schedule):
+        given: RecordingBatch = RecordingBatches(inputs, mine, batch, draws, batches=stream_of(plan).shown)
+        world: RecordingWorld = RecordingLoop(state, parts, part, buffers, places)
+    else:
+        given = RecordingBatch(inputs, mine, batch, draws, local=parts > 1 and plan.inputs == "local")
+        world = RecordingWorld(state, parts, part, buffers, places, tangents)
     seen = bodies.recordings[alike] = record(text, f"<rank {rank}>", world, given, bodies)
     return seen
 

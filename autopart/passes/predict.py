@@ -18,7 +18,7 @@ from autopart.codegen.exchange import exchanges
 from autopart.codegen.moves import Bucket, Moves, moves
 from autopart.codegen.stages import reads_prologue
 from autopart.codegen.step import outputs
-from autopart.ir.action import COMPLETES, COMPUTE, Action, Kind, Scheduled, stages_of
+from autopart.ir.action import COMPLETES, COMPUTE, Action, Kind, Scheduled, Weights, stages_of
 from autopart.ir.cost import OPTIMIZER_RATIO
 from autopart.ir.mesh import pieces
 from autopart.ir.plan import Plan, StageMemory
@@ -28,6 +28,7 @@ from autopart.ir.traffic import COLLECTIVES, sent_bytes
 from autopart.passes.activations import peak_activations
 from autopart.passes.costs import recomputed
 from autopart.passes.schedule import with_collectives
+from autopart.schedules.stream import stream_of
 
 Sent = tuple[tuple[str, int], ...]
 """Bytes that a rank sends in a step: (send or a collective, bytes), an entry a kind."""
@@ -94,14 +95,15 @@ def _of_place(staged: Staged, scheduled: Scheduled, plan: Plan, shares: Shares, 
         across = tuple(_across_stages(shared[column], part, degree))
         key = column, shares[part], across
         if key not in known:
-            sizes = pieces(shares[part], plan.microbatches)
+            count = _batches(scheduled, plan)
+            sizes = pieces(shares[part], plan.microbatches) * count
             actions = [a for a in rows[column] if a.kind is Kind.GATHER or a.unit in at_once]
             calls = [*_each_microbatch(actions, wires, degree), *across, *everywhere]
             calls += _buffers(staged, places, column, degree)
             calls += _counts(staged, degree) if plan.inputs == "local" and reads_prologue(staged, held[column]) else ()
             calls += _once(staged, scheduled, column, held[column], wires, degree)
             calls += _inside(staged, scheduled.table[column], sizes, plan.inside) if plan.inside > 1 else ()
-            known[key] = _added(_sends(staged, scheduled.table[column], sizes), calls)
+            known[key] = _added(_sends(staged, scheduled.table[column], sizes) // count, calls)
         yield known[key]
 
 
@@ -226,10 +228,10 @@ def _rank_memory(staged: Staged, scheduled: Scheduled, plan: Plan, column: int, 
     trained = [unit for unit in units if unit.trainable]
     updated = sum(held(unit, unit.held_in_parts(degree)) for unit in trained)
     segments = [segment for stage in stages for segment in staged.stages[stage]]
-    sizes = pieces(samples, plan.microbatches)
+    sizes = pieces(samples, plan.microbatches) * _batches(scheduled, plan)
     again = [sum(value.nbytes(max(sizes)) for value in recomputed(body)) for body in staged.segmented.bodies]
     return StageMemory(
-        parameters=sum(held(unit, unit.gathered(degree)) for unit in units),
+        parameters=sum(held(unit, unit.gathered(degree)) for unit in units) + updated * _older(scheduled, plan, column),
         optimizer=ceil(OPTIMIZER_RATIO * updated),
         gradients=sum(held(unit, unit.reduced_at_once(degree)) for unit in trained),
         activations=peak_activations(staged, scheduled, column, sizes, whole=degree * plan.microbatches == 1),
@@ -237,6 +239,16 @@ def _rank_memory(staged: Staged, scheduled: Scheduled, plan: Plan, column: int, 
         + _padding(_completed(staged, scheduled, stages, degree), degree)
         + max((again[segment.body] for segment in segments), default=0),
     )
+
+
+def _batches(scheduled: Scheduled, plan: Plan) -> int:
+    """The batches that a table is for: one, or several where steps overlap."""
+    return scheduled.schedule.microbatches // plan.microbatches
+
+
+def _older(scheduled: Scheduled, plan: Plan, column: int) -> int:
+    """The versions of the weights that a rank keeps beside the newest."""
+    return 0 if scheduled.schedule.weights is Weights.SYNC else stream_of(plan).keep[column]
 
 
 def _transient(staged: Staged, scheduled: Scheduled, column: int, degree: int) -> int:

@@ -12,12 +12,14 @@ from dataclasses import replace
 from autopart import schedules
 from autopart.codegen.moves import moves
 from autopart.ir import plan_text
-from autopart.ir.action import COMPLETES, SHARED, Action, Kind, Schedule, Scheduled
+from autopart.ir.action import COMPLETES, SHARED, Action, Kind, Schedule, Scheduled, Weights
 from autopart.ir.plan import Plan
 from autopart.ir.staged import Staged
 from autopart.ir.state import Unit
+from autopart.passes.overlap import check_loop
 from autopart.schedules import placed
 from autopart.schedules.spell import AUTO, is_table
+from autopart.schedules.stream import overlaps, stream_of, table_of
 
 
 def schedule(staged: Staged, plan: Plan) -> Scheduled:
@@ -27,6 +29,8 @@ def schedule(staged: Staged, plan: Plan) -> Scheduled:
     cannot do yet, and a step without a loss under one that begins a backward before all forwards are done.
     """
     captured = staged.segmented.captured
+    if captured.training and overlaps(plan.schedule):
+        return _endless(staged, plan)
     made = built(plan, training=captured.training)
     if made.places != (plan.place, *plan.mirrors[: staged.copies - 1]):
         raise ValueError(
@@ -47,13 +51,23 @@ def schedule(staged: Staged, plan: Plan) -> Scheduled:
     return unfolded(schedules.lower(made, edges))
 
 
+def _endless(staged: Staged, plan: Plan) -> Scheduled:
+    """The rows of a loop whose steps overlap, for as many batches as show a beginning, a middle and an end."""
+    check_loop(staged, plan)
+    found, edges = stream_of(plan), frozenset((edge.source, edge.target) for edge in staged.edges)
+    return Scheduled(built(plan), found.rows(edges, found.shown))
+
+
 def built(plan: Plan, *, training: bool = True) -> Schedule:
     """The plan's schedule; without `training`, the forwards of its stages in rounds.
 
-    Raises ValueError for a schedule that cannot be made for the plan's ranks and microbatches.
+    Where steps overlap, that of a few batches. Raises ValueError for a schedule that cannot be made for the plan's
+    ranks and microbatches.
     """
     if not training:
         return placed.forwards(plan.place, plan.microbatches, plan.barriers)
+    if overlaps(plan.schedule):
+        return table_of(plan)
     return schedules.make(plan.schedule, ranks=plan.mesh.degree("pp"), microbatches=plan.microbatches)
 
 
@@ -121,6 +135,8 @@ def with_collectives(staged: Staged, scheduled: Scheduled, degree: int) -> tuple
 
     Those of a compute action follow it; those of the step as a whole have stage and microbatch -1.
     """
+    if scheduled.schedule.weights is not Weights.SYNC:
+        return tuple(tuple(_with_updates(staged, row, degree)) for row in scheduled.table)
     rows = []
     completed = [
         staged.completed(stage, degree, scheduled.unfinished(stage)) for stage in range(scheduled.schedule.stages)
@@ -141,6 +157,15 @@ def with_collectives(staged: Staged, scheduled: Scheduled, degree: int) -> tuple
         made += [Action(Kind.REDUCE, -1, -1, unit=unit.name) for unit in staged.shared(column)]
         rows.append(tuple(made))
     return tuple(rows)
+
+
+def _with_updates(staged: Staged, row: Sequence[Action], degree: int) -> Iterator[Action]:
+    """A row of a loop whose steps overlap, with the REDUCEs before each step of the optimizer."""
+    for action in row:
+        if action.kind is Kind.OPT and degree > 1:
+            units = (unit for unit in staged.trained() if action.stage in unit.stages)
+            yield from (Action(Kind.REDUCE, -1, -1, unit=unit.name) for unit in units)
+        yield action
 
 
 def _inside(

@@ -30,6 +30,13 @@ that microbatches differ in size. What the texts do is then held against these r
                  over the batch has the part of every microbatch once; what a data rank counted of its own samples
                  (``inputs="local"``) is summed before its use
 
+The text of a loop whose steps overlap is run for a few batches and to its end. For it, instead of `gradients`:
+
+``updates``      each stage steps once a batch, after its last backward and before the gradients of the next one, on
+                 what is reduced over dp
+``versions``     each forward and backward uses the version of the weights that the schedule says, which is kept till
+                 then
+
 What must be there follows from the program's graph, plan and state, never from the passes that wrote the text.
 """
 
@@ -45,9 +52,11 @@ from autopart.ir.plan import Plan
 from autopart.ir.program import Program
 from autopart.passes.verify_between import collectives, ends, transfers
 from autopart.passes.verify_buffers import buffers
+from autopart.passes.verify_overlap import losses, updates, used
 from autopart.passes.verify_texts import Text, fault, read
 from autopart.passes.verify_values import Values, values
 from autopart.passes.verify_within import Needs, copies_travelled, gradients, needs, work
+from autopart.schedules.stream import overlaps, stream_of
 
 Made = tuple[Value, frozenset[int]]
 """A value that leaves a segment, and the stages that make it: one in each copy of the model."""
@@ -130,15 +139,24 @@ def _checked(
     # What one rank does wrong by itself is told before what then does not fit between ranks.
     alone = _distinct(texts)
     stored = sum(n * _check_stores(text) for text, n in alone)
-    travelled = copies_travelled(texts, program.staged, program.plan.microbatches)
+    stream = stream_of(program.plan) if training and overlaps(program.plan.schedule) else None
+    count = stream.shown if stream is not None else 1
+    travelled = copies_travelled(texts, program.staged, program.plan.microbatches * count)
     actions = sum(n * work(text, needed, state, travelled, training) for text, n in alone)
     given = sum(n * values(text, known[program.plan.place_inside(text.rank)]) for text, n in alone)
-    graded = [(*gradients(text, needed, state), n) for text, n in alone]
+    graded = [
+        (*(gradients(text, needed, state) if stream is None else updates(text, needed, state, stream)), n)
+        for text, n in alone
+    ]
+    versions = 0 if stream is None else sum(n * used(text, program.plan, stream) for text, n in alone)
     renewed = [program.staged.updated(stage) for stage in range(len(program.staged.stages))]
     updated = sum(n * buffers(text, program.staged, renewed) for text, n in alone)
     shared = collectives(texts)
     meetings = ends(texts, [*sent, *shared])
-    outputs = sum(_check_outputs(text, program, made, travelled, batch) for text in texts)
+    if stream is None:
+        outputs = sum(_check_outputs(text, program, made, travelled, batch) for text in texts)
+    else:
+        outputs = sum(losses(text, program.staged, stream) for text in texts)
     return (
         Checked("text", len(texts), "texts"),
         Checked("transfers", len(sent), "sends with their receives"),
@@ -150,9 +168,10 @@ def _checked(
         Checked(
             "gradients",
             sum(n * a for a, _, n in graded),
-            f"contributions, {sum(n * b for _, b, n in graded)} reductions",
+            f"contributions, {sum(n * b for _, b, n in graded)} {'reductions' if stream is None else 'updates'}",
         ),
         *((Checked("buffers", updated, "updates of buffers"),) if updated else ()),
+        *((Checked("versions", versions, "actions on their version of the weights"),) if versions else ()),
         Checked("outputs", outputs, "outputs"),
     )
 

@@ -15,6 +15,7 @@ from autopart.ir.action import Action, stages_of
 from autopart.ir.mesh import Mesh, pieces
 from autopart.ir.program import Program, RankProgram
 from autopart.passes.emit import observe
+from autopart.schedules.stream import overlaps, stream_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +98,8 @@ def read(program: Program, rank: int, batch: int, bodies: Bodies) -> Text:
     place = tuple(recording.names["PLACE"])
     column = mesh.coordinate(rank).get("pp", 0)
     samples = pieces(pieces(batch, mesh.degree("dp"))[mesh.coordinate(rank).get("dp", 0)], plan.microbatches)
+    if program.captured.training and overlaps(plan.schedule):
+        samples *= stream_of(plan).shown
     return Text(rank, mesh, lines, place, stages_of(place, column), recording, samples)
 
 

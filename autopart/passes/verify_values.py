@@ -102,7 +102,7 @@ def values(text: Text, known: Values) -> int:
     names = _Names(text, known)
     for event in text.events:
         _check_event(text, event, known, names)
-    for results in (text.recording.yielded, text.recording.result):
+    for results in text.recording.handed_out:
         for name, spec in results.items() if isinstance(results, dict) else ():
             wrong = [found for found in map(names.of, getattr(spec, "parts", ())) if found != name]
             if wrong:

@@ -140,7 +140,7 @@ def _check_reads(text: Text, needed: Sequence[Needs], state: State) -> None:
 
 def gradients(text: Text, needed: Sequence[Needs], state: State) -> tuple[int, int]:
     """Check contributions, reductions and gathers of the step; the number of contributions and of reductions."""
-    contributions = _check_contributions(text, needed, state)
+    contributions = check_contributions(text, needed, state)
     trained = {name for stage in needed for name in stage.contributions}
     of_unit: dict[str, list[int]] = defaultdict(list)
     for i, event in enumerate(text.events):
@@ -169,7 +169,8 @@ def reduces(event: Event) -> bool:
     return event.call == "all_reduce" or (event.call == "reduce_scatter" and not event.what)
 
 
-def _check_contributions(text: Text, needed: Sequence[Needs], state: State) -> int:
+def check_contributions(text: Text, needed: Sequence[Needs], state: State) -> int:
+    """Check that each backward adds every gradient that it makes, once; the number of contributions."""
     degree = text.mesh.degree("dp")
     found: dict[Action, Counter[str]] = {}
     places: dict[tuple[Action, str], set[int]] = {}

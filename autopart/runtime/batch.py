@@ -14,7 +14,7 @@ class Batch:
     """Inputs by their path in the call, cut over data ranks, then, as by ``torch.tensor_split``, over microbatches.
 
     `shares` are the samples of every data rank, `part` is this one's place among them. The inputs hold the whole
-    batch, or, where `local`, this data rank's share of it.
+    batch, or, where `local`, this data rank's share of it. Microbatches are counted from `first`.
     """
 
     def __init__(
@@ -27,12 +27,14 @@ class Batch:
         draws: Draws,
         *,
         local: bool = False,
+        first: int = 0,
     ) -> None:
         self.shares, self.samples, self.size = tuple(shares), shares[part], sum(shares)
-        self.sizes = pieces(self.samples, microbatches)
+        sizes = pieces(self.samples, microbatches)
+        self.sizes = dict(enumerate(sizes, first))
         self._inputs, self._dims, self._draws = inputs, dims, draws
         before = sum(shares[:part])
-        self._starts = [before + sum(self.sizes[:k]) for k in range(microbatches)]
+        self._starts = {first + k: before + sum(sizes[:k]) for k in range(microbatches)}
         self._first = before if local else 0  # the sample of the whole batch with which the inputs begin
 
     def input(self, name: str, k: int) -> torch.Tensor:

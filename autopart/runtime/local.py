@@ -38,21 +38,41 @@ def current_transport() -> Transport | None:
     return _CURRENT.get()
 
 
-def run_ranks(n: int, fn: Callable[..., Any], *args: Any, device: torch.device | str | None = None) -> list[Any]:
+@dataclass(slots=True)
+class Standing:
+    """A local world that goes on from one `run_ranks` to the next: what was sent and not taken yet is still there."""
+
+    transports: list[LocalTransport] = field(default_factory=list)
+
+
+def run_ranks(
+    n: int,
+    fn: Callable[..., Any],
+    *args: Any,
+    device: torch.device | str | None = None,
+    standing: Standing | None = None,
+) -> list[Any]:
     """The results, in rank order, of ``fn(transport, *args)`` run once on each of `n` local ranks.
 
-    Each rank has the caller's context variables and its grad mode, autocast and default device. The first failure ends
-    every rank and is raised here once: a :class:`RankFailure` as it is, any other Exception as the cause of a
-    RankFailure that names the rank. No thread outlives the call.
+    Each rank has the caller's context variables and its grad mode, autocast and default device. The world is that of
+    `standing`, where it has one already. The first failure ends every rank and is raised here once: a
+    :class:`RankFailure` as it is, any other Exception as the cause of a RankFailure that names the rank. No thread
+    outlives the call.
     """
     if not isinstance(n, int) or isinstance(n, bool) or n < 1:
         raise ValueError(f"n: the number of ranks must be a whole number of at least 1, not {n!r}")
-    world = _World(n, torch.device("cpu" if device is None else device))
+    standing = standing or Standing()
+    if not standing.transports:
+        world = _World(n, torch.device("cpu" if device is None else device))
+        standing.transports = [LocalTransport(world, rank) for rank in range(n)]
+    world = standing.transports[0].world
+    world.begin()
     modes = _caller_modes()
     results: list[Any] = [None] * n
 
     def body(rank: int) -> None:
-        transport = LocalTransport(world, rank)
+        transport = standing.transports[rank]
+        transport.begin()
         _CURRENT.set(transport)
         with world.life(rank), modes():
             world.check()
@@ -87,11 +107,15 @@ class LocalTransport:
         self.rank = rank
         self.size = world.size
         self.device = world.device
-        self._world = world
+        self.world = world
         self._traffic = Traffic()
-        self._thread = threading.get_ident()
+        self._thread = 0
         self._sent: Counter[int] = Counter()  # messages to each peer, and those asked for of each
         self._asked: Counter[int] = Counter()
+
+    def begin(self) -> None:
+        """Belong to the thread that calls this."""
+        self._thread = threading.get_ident()
 
     def prepare(self, groups: Sequence[tuple[int, ...]]) -> None:
         """Check that all ranks ask for the same groups; nothing else is needed here."""
@@ -100,9 +124,9 @@ class LocalTransport:
     def send(self, tensor: torch.Tensor, peer: int) -> None:
         """Hand a copy of the tensor to `peer`."""
         check_peer(peer, self.rank, self.size)
-        self._world.check()
+        self.world.check()
         copy = tensor.detach().clone(memory_format=torch.contiguous_format)
-        self._world.boxes[self.rank, peer][self._sent[peer]] = copy
+        self.world.boxes[self.rank, peer][self._sent[peer]] = copy
         self._sent[peer] += 1
         self._traffic.send(tensor)
 
@@ -119,9 +143,9 @@ class LocalTransport:
 
     def _received(self, number: int, shape: Sequence[int], dtype: torch.dtype, peer: int) -> torch.Tensor:
         """The tensor that `peer` sent after `number` others."""
-        box = self._world.boxes[peer, self.rank]
+        box = self.world.boxes[peer, self.rank]
         wanted = f"{_name(dtype)}{list(shape)}"
-        self._world.wait(self.rank, lambda: number in box, f"{wanted} from rank {peer}")
+        self.world.wait(self.rank, lambda: number in box, f"{wanted} from rank {peer}")
         tensor = box.pop(number)
         if tuple(tensor.shape) != tuple(shape) or tensor.dtype != dtype:
             sent = f"{_name(tensor.dtype)}{list(tensor.shape)}"
@@ -195,7 +219,7 @@ class LocalTransport:
 
     def fail(self, error: BaseException) -> None:
         """Record the failure; the other ranks end at their next communication."""
-        self._world.fail(self.rank, error)
+        self.world.fail(self.rank, error)
 
     def bytes_sent(self) -> dict[str, int]:
         """Payload bytes sent so far, by kind."""
@@ -215,13 +239,13 @@ class LocalTransport:
 
     def _meet(self, call: str, part: Any, group: tuple[int, ...], combine: Callable[[list[Any]], Any]) -> Any:
         check_group(group, self.rank, self.size)
-        self._world.check()
+        self.world.check()
         if threading.get_ident() != self._thread:
             raise RankFailure(
                 f"{call} is called from another thread than that of rank {self.rank} (autograd's for a CUDA device, "
                 "say), where the turn cannot be passed on; use processes, or the CPU"
             )
-        meeting = self._world.meetings.setdefault(group, _Meeting(call, self.rank))
+        meeting = self.world.meetings.setdefault(group, _Meeting(call, self.rank))
         if meeting.call != call:
             raise RankFailure(
                 f"the ranks of group {group} do not call the same collective: "
@@ -229,10 +253,10 @@ class LocalTransport:
             )
         meeting.parts[self.rank] = part
         if len(meeting.parts) == len(group):
-            del self._world.meetings[group]
+            del self.world.meetings[group]
             meeting.result = combine([meeting.parts[rank] for rank in group])
             meeting.done = True
-        self._world.wait(self.rank, lambda: meeting.done, f"{call} over group {group}")
+        self.world.wait(self.rank, lambda: meeting.done, f"{call} over group {group}")
         return meeting.result
 
 
@@ -259,11 +283,15 @@ class _World:
         self.device = device
         self.boxes: defaultdict[tuple[int, int], dict[int, torch.Tensor]] = defaultdict(dict)  # by number
         self.meetings: dict[tuple[int, ...], _Meeting] = {}
-        self.over = threading.Event()
-        self._turns = [threading.Semaphore(int(rank == 0)) for rank in range(size)]
-        self._waits: list[tuple[Callable[[], bool], str] | None] = [None] * size
-        self._finished = [False] * size
         self._failure: tuple[int | None, BaseException] | None = None
+        self.begin()
+
+    def begin(self) -> None:
+        """Rank 0 has the first turn, and nobody has finished."""
+        self.over = threading.Event()
+        self._turns = [threading.Semaphore(int(rank == 0)) for rank in range(self.size)]
+        self._waits: list[tuple[Callable[[], bool], str] | None] = [None] * self.size
+        self._finished = [False] * self.size
 
     @contextlib.contextmanager
     def life(self, rank: int) -> Iterator[None]:

@@ -52,11 +52,16 @@ class Memory:
         self._transient = 0
         tensors = [t for held in states.whole.values() for t in held] + list(states.parts.values()) + list(given)
         self._elsewhere: set[int] = set()
+        self._lent: set[int] = set()
         self.given(tensors)
 
     def given(self, tensors: Iterable[torch.Tensor]) -> None:
         """Leave out what belongs to the caller."""
         self._elsewhere.update(tensor.untyped_storage().data_ptr() for tensor in tensors)
+
+    def lent(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Leave these out, too, until the next call of this."""
+        self._lent = {tensor.untyped_storage().data_ptr() for tensor in tensors}
 
     def store(self) -> Store:
         """A new store, counted from now on."""
@@ -72,7 +77,7 @@ class Memory:
         seen: dict[int, int] = {}
         for store in self.stores:
             for storage in store.storages():
-                if storage.data_ptr() not in self._elsewhere:
+                if storage.data_ptr() not in self._elsewhere and storage.data_ptr() not in self._lent:
                     seen[storage.data_ptr()] = storage.nbytes()
         alive = sum(seen.values()) + sum(store.awaited() for store in self.stores)
         resident = self.states.resident_bytes()

@@ -16,8 +16,13 @@ def executable(schedule: Schedule) -> Schedule:
         f"attention over {schedule.slices} slices of the sequence, keys and values kept between them": (
             schedule.slices > 1
         ),
-        "optimizer steps between the microbatches of one call": schedule.weights is not Weights.SYNC,
     }
+    if schedule.weights is not Weights.SYNC:
+        raise ValueError(
+            f"schedule: {schedule.name!r} takes the optimizer's steps between the microbatches of one call, and never "
+            "flushes; autopart.train_loop(model, optimizer, batches, schedule=...) trains so; '1f1b' runs the same "
+            f"microbatches on {schedule.ranks} ranks and flushes after each batch"
+        )
     missing = [what for what, wanted in needed.items() if wanted]
     if missing:
         raise ValueError(
