@@ -36,6 +36,11 @@ class Exchange:
         return self.kind, self.axis, self.shape, self.dtype, self.what
 
     @property
+    def even(self) -> bool:
+        """Whether all places have equally much."""
+        return all(len(set(each)) == 1 for each in self.what if isinstance(each, tuple))
+
+    @property
     def payload(self) -> int:
         """The bytes that are counted (`ir.traffic.wire`)."""
         return wire(self.kind, self.shape, self.dtype.itemsize, self.what)

@@ -79,13 +79,17 @@ class Bodies:
     def call(
         self, function: Callable[..., Any], body: Body, args: tuple[Any, ...], places: Mapping[str, int]
     ) -> tuple[Any, tuple[Exchange, ...]]:
-        """What a body returns, as shapes, and its collectives at these `places` of axes. Equal texts share results."""
-        at = tuple(places.items()) if body.communicates else ()
-        key = (body.text, function.__name__, args if body.reads_whole else (*args[:1], *args[2:]), at)
-        if key not in self._made:
+        """What a body returns, as shapes, and its collectives at these `places` of axes.
+
+        Equal texts share results, at all places too if their pieces are equal.
+        """
+        anywhere = (body.text, function.__name__, args if body.reads_whole else (*args[:1], *args[2:]))
+        here = (*anywhere, tuple(places.items()))
+        found = self._made.get(anywhere) or self._made.get(here)
+        if found is None:
             made, noted = _on_shapes(function, body, args, places)
-            self._made[key] = _specs(made), noted
-        found: tuple[Any, tuple[Exchange, ...]] = self._made[key]
+            found = _specs(made), noted
+            self._made[anywhere if all(each.even for each in noted) else here] = found
         return found
 
 

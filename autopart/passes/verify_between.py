@@ -84,10 +84,14 @@ def collectives(texts: Sequence[Text]) -> list[Meeting]:
     """The collectives of all groups of several ranks. Raises VerificationError where members of a group disagree."""
     rows: dict[tuple[int, ...], dict[int, list[Position]]] = {}
     for text in texts:
+        known: dict[object, tuple[int, ...]] = {}
         for number, event in enumerate(text.events):
             if event.call in COLLECTIVES:
-                _check_group(text, event)
-                group = text.group(event)
+                who = event.axis, event.stages, event.call == "broadcast_buffers"
+                if who not in known:
+                    _check_group(text, event)
+                    known[who] = text.group(event)
+                group = known[who]
                 if len(group) > 1:
                     rows.setdefault(group, {}).setdefault(text.rank, []).append((text.rank, number))
     made = []
