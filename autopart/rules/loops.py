@@ -113,7 +113,7 @@ def described(
 
     draft = Draft()
     factors: dict[str, Product] = {
-        loop: draft.new(size, blocked=loop in blocked or (loop[0] == "*" and "*" in blocked))
+        loop: draft.new(size, blocked=loop in blocked or (loop[0] == "*" and "*" in blocked), name=loop)
         for loop, size in found.of.items()
     }
 
