@@ -107,7 +107,7 @@ def operator(op: Any) -> OpOverload | None:
         packet = getattr(getattr(torch.ops, space), name, None) if space and name else None
         op = getattr(packet, overload, None) if overload else packet
     if isinstance(op, torch._ops.OpOverloadPacket):
-        overloads = op.overloads()
+        overloads: list[str] = op.overloads()  # type: ignore[no-untyped-call]
         op = getattr(op, overloads[0]) if len(overloads) == 1 else None
     return op if isinstance(op, OpOverload) else None
 

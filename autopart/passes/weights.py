@@ -136,8 +136,8 @@ class _Weights:
         if packet not in ("mul", "div") and self.scales.keys().isdisjoint(refs.values()):
             return frozenset()
         linear = frozenset(refs)
-        if packet not in ("mul", "div") and (found := rule(node, self.values)) is not None:
-            linear = frozenset[str]().union(*found.linear)
+        if packet not in ("mul", "div") and (ruled := rule(node, self.values)) is not None:
+            linear = frozenset[str]().union(*ruled.linear)
         samples = any(batch_dims(self.values[name]) for name in refs.values())
         found: set[str] = set()
         for slot, name in refs.items():

@@ -83,9 +83,7 @@ def loops(
     alone do not tell, `sizes` the integer arguments that are products of letters; the rest is as in `Rule`.
     """
     operands, results = _parse(spec)
-    return described(
-        call, operands, results, blocked=blocked, linear=linear, known=known, sizes=sizes, unread=unread
-    )
+    return described(call, operands, results, blocked=blocked, linear=linear, known=known, sizes=sizes, unread=unread)
 
 
 def described(

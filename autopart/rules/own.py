@@ -96,7 +96,9 @@ def forget(op: OpOverload) -> None:
 # ---- reading the text ------------------------------------------------------------------------------------------------
 
 
-def read(op: OpOverload, text: str, whole: str, linear: Sequence[str], sizes: Mapping[str, str]) -> OwnRule:
+def read(
+    op: OpOverload, text: str, *, whole: str = "", linear: Sequence[str] = (), sizes: Mapping[str, str] | None = None
+) -> OwnRule:
     """The rule that the text says of an operator. Raises ValueError for what does not fit its schema."""
     schema = op._schema
     tensors = [a.name for a in schema.arguments if "Tensor" in str(a.type)]
@@ -109,13 +111,15 @@ def read(op: OpOverload, text: str, whole: str, linear: Sequence[str], sizes: Ma
     for terms, wanted, what in ((operands, tensors, "tensor operand"), (results, schema.returns, "result")):
         if len(terms) != len(wanted):
             raise ValueError(f"rule: {text!r} has {_many(len(terms), what)}, but {op} has {len(wanted)}: {schema}")
+    kept = {"*" if loop == "..." else loop for loop in whole.split()}
+    kept |= {loop for loop in _loops((*operands, *results)) if loop.startswith("_")}
     made = OwnRule(
         text=" ".join(text.split()),
         operands=tuple(zip(tensors, operands, strict=True)),
         results=tuple(results),
-        whole=frozenset(whole.split()) | {loop for loop in _loops((*operands, *results)) if loop.startswith("_")},
+        whole=frozenset(kept),
         linear=tuple(linear),
-        sizes=tuple((slot, tuple(loops.split())) for slot, loops in sizes.items()),
+        sizes=tuple((slot, tuple(loops.split())) for slot, loops in (sizes or {}).items()),
     )
     _check_names(op, made)
     return made
@@ -198,16 +202,20 @@ def _check_dims(name: str, term: Term, shape: tuple[Dim, ...]) -> None:
         raise Misfit(f"{name} has {_many(len(shape), 'dim')}, and by the rule {least}")
 
 
+def _placed(call: Call, rule: Rule) -> Iterator[tuple[str, Dims, tuple[Dim, ...]]]:
+    """Every tensor of a call with the loops of its dims, and its shape."""
+    for slot, dims in rule.operands:
+        yield slot, dims, call.shape(slot)
+    for number, (own, out) in enumerate(zip(rule.results, call.results, strict=False)):
+        if own is not None and out is not None:
+            yield f"result {number}", own, out.shape
+
+
 def _check_sizes(call: Call, rule: Rule, given: Mapping[str, Dim]) -> None:
     """Every dim, and every size among the arguments, must be the product of its loops; operands may broadcast."""
-    dims: list[tuple[str, Dims, tuple[Dim, ...]]] = [(slot, d, call.shape(slot)) for slot, d in rule.operands]
-    dims += [
-        (f"result {i}", d, out.shape)
-        for i, (d, out) in enumerate(zip(rule.results, call.results, strict=False))
-        if d is not None and out is not None
-    ]
-    pairs = [(f"dim {i} of {name}", loops, s) for name, d, shape in dims for i, (loops, s) in enumerate(zip(d, shape))]
-    pairs += [(slot, loops, given[slot]) for slot, loops in rule.sizes]
+    pairs = [(slot, loops, given[slot]) for slot, loops in rule.sizes]
+    for name, dims, shape in _placed(call, rule):
+        pairs += [(f"dim {i} of {name}", loops, s) for i, (loops, s) in enumerate(zip(dims, shape, strict=True))]
     for name, loops, size in pairs:
         total: Dim | None = 1
         for loop in loops:

@@ -38,4 +38,4 @@ def register_sharding_rule(
         raise ValueError(f"op: {found} writes to its arguments; return a new tensor instead")
     if own.own_rule(found) is None and family(found) is not None:
         raise ValueError(f"op: {found} has a rule of autopart's")
-    own.keep(found, own.read(found, rule, whole, linear, dict(sizes or {})))
+    own.keep(found, own.read(found, rule, whole=whole, linear=linear, sizes=sizes))

@@ -25,6 +25,7 @@ from autopart.rules import (
     view,
 )
 from autopart.rules.factor import Call, Family, Rule, bind
+from autopart.rules.libraries import library_rule
 from autopart.rules.own import Misfit, OwnRule, own_rule
 
 FAMILIES: tuple[Mapping[str, Family], ...] = tuple(
@@ -53,13 +54,13 @@ TABLE: Mapping[str, Family] = {name: family for rules in FAMILIES for name, fami
 
 
 def family(op: OpOverload) -> Family | None:
-    """The table's entry for an operator of aten or of autopart, else the rule that it is registered with, if any."""
+    """The table's entry for an operator of aten or of autopart; of any other, the rule that it is registered with."""
     if op.namespace in ("aten", "autopart"):
         name = op.overloadpacket.__name__ if op.namespace == "aten" else f"autopart.{op.overloadpacket.__name__}"
         found = TABLE.get(f"{name}.{op._overloadname}") or TABLE.get(name)
         if found is not None:
             return found
-    return own_rule(op)
+    return own_rule(op) or library_rule(op)
 
 
 def rule(node: Node, values: Mapping[str, Value]) -> Rule | None:

@@ -74,6 +74,11 @@ def run(node: Node, by_slot: Mapping[str, Any]) -> Results:
 # ---- splitting by a factor -------------------------------------------------------------------------------------------
 
 
+def sizes_of(found: Rule) -> list[int]:
+    """The size of every factor: plain numbers in a call that is executed."""
+    return [factor.size for factor in found.factors if isinstance(factor.size, int)]
+
+
 def elements(product: Product, sizes: Sequence[int]) -> int:
     """The elements of a dim, with the size of every factor."""
     total = 1
@@ -110,7 +115,7 @@ COMBINE: Mapping[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 def combine(parts: Sequence[torch.Tensor], result: int, found: Rule, factor: int, cuts: Sequence[int]) -> torch.Tensor:
     """The whole of one result from what the pieces gave."""
     dims = found.results[result] or ()
-    sizes = [int(f.size) for f in found.factors]
+    sizes = sizes_of(found)
     if any(factor in dim for dim in dims):
         spread = [
             unflatten(p, dims, [n if i == factor else s for i, s in enumerate(sizes)])
@@ -157,7 +162,7 @@ def check(node: Node, tensors: Tensors, results: Results, found: Rule, places: C
     whole = {operand.slot: tensors[operand.value.name] for operand in call.operands}
     if set(whole) != {slot for slot, _ in found.operands}:
         raise RuleError(f"the rule names operands {found.operands}, the call has {sorted(whole)}")
-    sizes = [int(f.size) for f in found.factors]
+    sizes = sizes_of(found)
     for slot, dims in found.operands:
         unflatten(whole[slot], dims, sizes)
     for result, place in zip(results, found.results, strict=True):
@@ -180,7 +185,7 @@ def check_split(
     places: Collection[int] = (),
 ) -> None:
     """Raise RuleError unless the results come together from the pieces of a factor, however it is cut."""
-    for cuts in cuts_of(int(found.factors[factor].size), places):
+    for cuts in cuts_of(sizes_of(found)[factor], places):
         what = f"{node.op}: {label(found, factor)} in pieces of {' + '.join(map(str, cuts))}"
         try:
             outs = [run(node, given) for given in _given(whole, args, found, factor, cuts)]
@@ -196,12 +201,12 @@ def _given(
     whole: Tensors, args: Mapping[str, Any], found: Rule, factor: int, cuts: Sequence[int]
 ) -> Iterator[dict[str, Any]]:
     """The arguments, by slot, for each piece of a factor."""
-    sizes = [int(f.size) for f in found.factors]
+    sizes = sizes_of(found)
     dims = dict(found.operands)
     start = 0
     for length in cuts:
         given: dict[str, Any] = {s: piece(t, dims[s], sizes, factor, start, length) for s, t in whole.items()}
-        added = {s: given.get(s, args[s]) for s in found.additive(factor)}
+        added = {s: given[s] if s in given else args[s] for s in found.additive(factor)}
         given |= {s: part * (length / sum(cuts)) for s, part in added.items()}
         smaller = [length if i == factor else n for i, n in enumerate(sizes)]
         yield given | {slot: elements(product, smaller) for slot, product in found.sizes}
