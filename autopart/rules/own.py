@@ -34,7 +34,8 @@ class Misfit(Exception):
 class OwnRule:
     """The rule of an operator as its owner wrote it (`text`), read; called as the families of the table are.
 
-    `whole` are the loops that cannot be split, those of ``_`` among them; `linear` and `sizes` as in `Rule`.
+    `whole` are the loops that cannot be split, those of ``_`` among them; `linear` and `sizes` as in `Rule`. `reads` has
+    the operands that a result depends on, by its number, where these are not all.
     """
 
     text: str
@@ -43,6 +44,7 @@ class OwnRule:
     whole: frozenset[str]
     linear: tuple[str, ...]
     sizes: tuple[tuple[str, tuple[str, ...]], ...]
+    reads: tuple[tuple[int, tuple[str, ...]], ...] = ()
 
     def __call__(self, call: Call) -> Rule:
         """The rule of one call. Raises Misfit if the text does not fit its shapes."""
@@ -62,6 +64,7 @@ class OwnRule:
                 linear=self.linear,
                 known=known,
                 sizes={slot: loops for slot, loops in self.sizes if slot in given},
+                unread=[(n, slot) for n, names in self.reads for slot, _ in operands if slot.split(".")[0] not in names],
             )
         except KeyError as error:
             raise Misfit(f"no shape tells the size of loop {error}; name an argument that does in sizes=") from None
@@ -97,7 +100,13 @@ def forget(op: OpOverload) -> None:
 
 
 def read(
-    op: OpOverload, text: str, *, whole: str = "", linear: Sequence[str] = (), sizes: Mapping[str, str] | None = None
+    op: OpOverload,
+    text: str,
+    *,
+    whole: str = "",
+    linear: Sequence[str] = (),
+    sizes: Mapping[str, str] | None = None,
+    reads: Mapping[int, str] | None = None,
 ) -> OwnRule:
     """The rule that the text says of an operator. Raises ValueError for what does not fit its schema."""
     schema = op._schema
@@ -120,6 +129,7 @@ def read(
         whole=frozenset(kept),
         linear=tuple(linear),
         sizes=tuple((slot, tuple(loops.split())) for slot, loops in (sizes or {}).items()),
+        reads=tuple((number, tuple(names.split())) for number, names in (reads or {}).items()),
     )
     _check_names(op, made)
     return made
@@ -155,6 +165,8 @@ def _check_names(op: OpOverload, rule: OwnRule) -> None:
         ("whole", rule.whole, read | made),
         ("sizes", counted, read | made),
         ("sizes", [slot.split(".")[0] for slot, _ in rule.sizes], arguments),
+        ("reads", [name for _, names in rule.reads for name in names], dict(rule.operands).keys()),
+        ("reads", [str(number) for number, _ in rule.reads], set(map(str, range(len(rule.results))))),
         ("linear", [word.rstrip("*") for words in rule.linear for word in words.split()], arguments),
     ):
         unknown = sorted(set(names) - known)
