@@ -139,7 +139,9 @@ def test_work_is_counted_by_the_loops() -> None:
     """Two operations an iteration that is summed over: b s k h of the product, and both products of its backward."""
     x, weight, bias = sample_fused()
     node, tensors, _ = as_node((torch.ops.autopart_tests.fused.default, x, weight, bias))
-    back, given, _ = as_node((torch.ops.autopart_tests.fused_backward.default, torch.randn(6, 3, 5).double(), x, weight))
+    back, given, _ = as_node(
+        (torch.ops.autopart_tests.fused_backward.default, torch.randn(6, 3, 5).double(), x, weight)
+    )
     assert flops(node, values(tensors)) == 6 * 3 * 5
     with registered(FUSED, FUSED_BACKWARD):
         assert flops(node, values(tensors)) == 2 * 6 * 3 * 5 * 4
@@ -167,7 +169,12 @@ def test_a_name_of_torch_in_another_library_means_nothing() -> None:
         (fused, "b s h, k h, k -> b ... k", {}, "'...' after a dim"),
         (fused, "b s h, k h, k -> b s k+1", {}, "'k[+]1' names no loop"),
         (fused, "b s h, k h, k -> b s k", {"whole": "q"}, "whole: q: expected one of b, h, k, s"),
-        (fused, "b s h, k h, k -> b s k", {"linear": ("weight bais",)}, "linear: bais: expected one of bias, weight, x"),
+        (
+            fused,
+            "b s h, k h, k -> b s k",
+            {"linear": ("weight bais",)},
+            "linear: bais: expected one of bias, weight, x",
+        ),
         (fused, "b s h, k h, k -> b s k", {"sizes": {"n": "b"}}, "sizes: n: expected one of"),
         (fused, "b s h, k h, k -> b s k", {"reads": {1: "x"}}, "reads: 1: expected one of 0"),
         (fused, "b s h, k h, k -> b s k", {"reads": {0: "y"}}, "reads: y: expected one of bias, weight, x"),

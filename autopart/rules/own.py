@@ -64,7 +64,9 @@ class OwnRule:
                 linear=self.linear,
                 known=known,
                 sizes={slot: loops for slot, loops in self.sizes if slot in given},
-                unread=[(n, slot) for n, names in self.reads for slot, _ in operands if slot.split(".")[0] not in names],
+                unread=[
+                    (n, slot) for n, names in self.reads for slot, _ in operands if slot.split(".")[0] not in names
+                ],
             )
         except KeyError as error:
             raise Misfit(f"no shape tells the size of loop {error}; name an argument that does in sizes=") from None

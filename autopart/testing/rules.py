@@ -189,12 +189,15 @@ def check_split(
         what = f"{node.op}: {label(found, factor)} in pieces of {' + '.join(map(str, cuts))}"
         try:
             outs = [run(node, given) for given in _given(whole, args, found, factor, cuts)]
-            for i, (result, place) in enumerate(zip(results, found.results, strict=True)):
-                if isinstance(result, torch.Tensor) and place is not None:
-                    made = combine([out[i] for out in outs], i, found, factor, cuts)  # type: ignore[misc]
-                    agree(f"{what}: result {i}, split by {label(found, factor)}", made, result)
-        except (RuntimeError, IndexError, ValueError, TypeError) as error:
+            made = {
+                i: combine([out[i] for out in outs], i, found, factor, cuts)  # type: ignore[misc]
+                for i, (result, place) in enumerate(zip(results, found.results, strict=True))
+                if isinstance(result, torch.Tensor) and place is not None
+            }
+        except (RuleError, RuntimeError, IndexError, ValueError, TypeError) as error:
             raise RuleError(f"{what} do not fit: {error}") from error
+        for i, whole_again in made.items():
+            agree(f"{what}: result {i}, split by {label(found, factor)}", whole_again, results[i])
 
 
 def _given(
@@ -230,8 +233,9 @@ def check_linear(
             agree(f"{node.op}: result {i} as linear in {sorted(together)}", a + b, result)
 
 
-def agree(what: str, made: torch.Tensor, wanted: torch.Tensor) -> None:
+def agree(what: str, made: torch.Tensor, wanted: torch.Tensor | None) -> None:
     """Raise RuleError unless two tensors are alike, up to rounding."""
+    assert wanted is not None  # a result that is there
     if made.shape != wanted.shape:
         raise RuleError(f"{what}: the pieces make up {list(made.shape)}, the whole is {list(wanted.shape)}")
     if not close(made, wanted):
