@@ -19,7 +19,15 @@ from autopart.rules.table import rule
 from autopart.testing import assert_parity
 from autopart.testing.rules import as_node, values
 from tests.own_ops import (
-    FUSED, FUSED_BACKWARD, fused, fused_backward, registered, sample_fused, share, stretch, total,
+    FUSED,
+    FUSED_BACKWARD,
+    fused,
+    fused_backward,
+    registered,
+    sample_fused,
+    share,
+    stretch,
+    total,
 )  # fmt: skip
 from tests.test_rule_strategies import of
 
@@ -60,20 +68,26 @@ def test_without_a_rule_the_refusal_names_the_way_out() -> None:
 
 def test_a_rule_that_does_not_fit_is_refused_with_the_line() -> None:
     model = autopart.parallelize(Fused(), devices=2, mesh={"dp": 2}, capture="direct")
-    with registered((fused, "b s h, h k, k -> b s k"), FUSED_BACKWARD):
-        with pytest.raises(autopart.CaptureError, match="dim 0 of weight is 5, and by the rule 4") as error:
-            model(torch.randn(6, 3, 4))
+    with (
+        registered((fused, "b s h, h k, k -> b s k"), FUSED_BACKWARD),
+        pytest.raises(autopart.CaptureError, match="dim 0 of weight is 5, and by the rule 4") as error,
+    ):
+        model(torch.randn(6, 3, 4))
     assert "test_register.py:" in str(error.value) and "'b s h, h k, k -> b s k'" in str(error.value)
-    with registered((fused, "b h, k h, k -> b k"), FUSED_BACKWARD):
-        with pytest.raises(autopart.CaptureError, match="x has 3 dims, and by the rule 2"):
-            model(torch.randn(6, 3, 4))
+    with (
+        registered((fused, "b h, k h, k -> b k"), FUSED_BACKWARD),
+        pytest.raises(autopart.CaptureError, match="x has 3 dims, and by the rule 2"),
+    ):
+        model(torch.randn(6, 3, 4))
 
 
 def test_a_coupled_batch_is_refused() -> None:
     model = autopart.parallelize(Fused(), devices=2, mesh={"dp": 2}, capture="direct")
-    with registered((*FUSED[:2], {"whole": "b"}), FUSED_BACKWARD):
-        with pytest.raises(autopart.CaptureError, match="couples the samples of a batch"):
-            model(torch.randn(6, 3, 4))
+    with (
+        registered((*FUSED[:2], {"whole": "b"}), FUSED_BACKWARD),
+        pytest.raises(autopart.CaptureError, match="couples the samples of a batch"),
+    ):
+        model(torch.randn(6, 3, 4))
 
 
 # ---- inside segments -------------------------------------------------------------------------------------------------
@@ -120,9 +134,11 @@ def test_leading_dims_merged_loops_and_dims_that_stay_whole() -> None:
         assert made is not None and [f.name for f in made.factors] == names
         assert [f.blocked for f in made.factors] == blocked
         assert made.factors[0].size == Size(1)
-    with registered((share, "b s (g c) -> b s (g c)")):
-        with pytest.raises(autopart.CaptureError, match="no shape tells the size of loop 'g'"):
-            rule(node, {"x": x})
+    with (
+        registered((share, "b s (g c) -> b s (g c)")),
+        pytest.raises(autopart.CaptureError, match="no shape tells the size of loop 'g'"),
+    ):
+        rule(node, {"x": x})
 
 
 def test_a_term_holds_for_each_tensor_of_a_list_and_for_none() -> None:

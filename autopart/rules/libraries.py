@@ -11,20 +11,20 @@ from autopart.rules.own import OwnRule, read
 
 LIBRARIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     # Experts of Hugging Face's mixtures: tokens t in the order of their experts e, of which each has its own number
-    "transformers::grouped_mm_fallback": (
+    "transformers.grouped_mm_fallback.default": (
         "t h, e h k, e -> t k",
         {"whole": "t e", "linear": ("input", "weight")},
     ),
-    "transformers::grouped_mm_fallback_backward": (
+    "transformers.grouped_mm_fallback_backward.default": (
         "t h, e h k, e, t k -> t h, e h k",
         {"whole": "t e", "linear": ("grad_output",)},
     ),
 }
-"""By name: the text of `register_sharding_rule`, and its options."""
+"""By operator: the text of `register_sharding_rule`, and its options."""
 
 
 @lru_cache(maxsize=64)
 def library_rule(op: OpOverload) -> OwnRule | None:
     """The rule of an operator of a library that is known here."""
-    found = LIBRARIES.get(op.name())
+    found = LIBRARIES.get(str(op))
     return None if found is None else read(op, found[0], **found[1])

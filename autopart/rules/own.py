@@ -34,8 +34,8 @@ class Misfit(Exception):
 class OwnRule:
     """The rule of an operator as its owner wrote it (`text`), read; called as the families of the table are.
 
-    `whole` are the loops that cannot be split, those of ``_`` among them; `linear` and `sizes` as in `Rule`. `reads` has
-    the operands that a result depends on, by its number, where these are not all.
+    `whole` are the loops that cannot be split, those of ``_`` among them; `linear` and `sizes` as in `Rule`. `reads`
+    has the operands that a result depends on, by its number, where these are not all.
     """
 
     text: str
@@ -163,7 +163,7 @@ def _check_names(op: OpOverload, rule: OwnRule) -> None:
     arguments = {argument.name for argument in op._schema.arguments}
     read, made = _loops([term for _, term in rule.operands]), _loops(rule.results)
     counted = {loop for _, loops in rule.sizes for loop in loops}
-    for what, names, known in (
+    for what, given, known in (
         ("whole", rule.whole, read | made),
         ("sizes", counted, read | made),
         ("sizes", [slot.split(".")[0] for slot, _ in rule.sizes], arguments),
@@ -171,7 +171,7 @@ def _check_names(op: OpOverload, rule: OwnRule) -> None:
         ("reads", [str(number) for number, _ in rule.reads], set(map(str, range(len(rule.results))))),
         ("linear", [word.rstrip("*") for words in rule.linear for word in words.split()], arguments),
     ):
-        unknown = sorted(set(names) - known)
+        unknown = sorted(set(given) - known)
         if unknown:
             raise ValueError(f"{what}: {', '.join(unknown)}: expected one of {', '.join(sorted(known))}")
     alone = sorted(made - read - counted - rule.whole)
