@@ -48,6 +48,10 @@ class Fused(nn.Module):
     ("capture", "pins"),
     [
         ("direct", {"mesh": {"pp": 2, "dp": 2}, "placement": "fsdp", "microbatches": 2}),
+        (
+            "direct",
+            {"mesh": {"tp": 2}, "placement": {"weight": {"tp": Shard(1)}}},
+        ),  # a sum over h, its bias at one place
         pytest.param("compile", {"mesh": {"pp": 2}, "microbatches": 4}, marks=pytest.mark.soak),
     ],
 )

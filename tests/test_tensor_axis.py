@@ -468,7 +468,11 @@ def test_the_order_of_collectives_is_that_of_the_graph() -> None:
     [
         (SUM, "addmm_1_sum = addmm_1", r"rule collectives: rank 0, .* at that point rank 1,"),
         (SUM, f"{SUM}\n    {SUM}", r"rule collectives: rank 0, .* at that point rank 1,"),
-        ("view_3 = aten.view.default(addmm_1_sum", f"{SUM}\n    view_3 = aten.view.default(addmm_1_sum", "rule collectives"),
+        (
+            "view_3 = aten.view.default(addmm_1_sum",
+            f"{SUM}\n    view_3 = aten.view.default(addmm_1_sum",
+            "rule collectives",
+        ),
     ],
 )
 def test_places_that_do_not_meet_are_noticed(old: str, new: str, message: str) -> None:
