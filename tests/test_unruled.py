@@ -80,7 +80,6 @@ def test_a_plan_notes_it() -> None:
     plan = autopart.plan(Weights(False), (torch.randn(4, 3, 12),), mesh={"tp": 2})
     (note,) = [note for note in plan.notes if "no sharding rule" in note]
     assert "autopart_tests.fused.default" in note and f"- {note}" in plan.explain()
-    assert "no sharding rule" not in autopart.plan(Weights(False), (torch.randn(4, 3, 12),), mesh={"dp": 2}).explain()
 
 
 def test_with_its_rule_it_is_split(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,7 +116,7 @@ def qwen_moe() -> Specimen:
 
 
 MODELS = {**ZOO, **VARIANTS, "mixtral": mixtral, "qwen-moe": qwen_moe}
-QUICK = {"einsum", "unet-transposed"}
+QUICK = {"einsum"}
 
 
 def work(captured: Captured) -> Counter[str]:
