@@ -145,6 +145,20 @@ def test_leading_dims_merged_loops_and_dims_that_stay_whole() -> None:
         rule(node, {"x": x})
 
 
+def test_a_result_of_size_1_is_no_sum_over_the_loop_that_it_is_said_to_be() -> None:
+    x, y = Value("x", (Size(1), 6), torch.float64), Value("y", (Size(1), 1), torch.float64)
+    node = Node(torch.ops.autopart_tests.share.default, (Ref("x"),), (), (y,), True, False, "", "")
+    for text in ("b h -> b h", "... h -> ... h"):
+        with (
+            registered((share, text)),
+            pytest.raises(autopart.CaptureError, match="dim 1 of result 0 is 1, and by the rule 6"),
+        ):
+            rule(node, {"x": x})
+    with registered((share, "b h -> b 1")):
+        found = rule(node, {"x": x})
+    assert found is not None and found.contracts(0, 1) and not found.contracts(0, 0)
+
+
 def test_a_term_holds_for_each_tensor_of_a_list_and_for_none() -> None:
     text = "b h, h -> b h"
     with registered((total, text, {"linear": ("xs*", "scale")})):

@@ -71,6 +71,7 @@ class OwnRule:
         except KeyError as error:
             raise Misfit(f"no shape tells the size of loop {error}; name an argument that does in sizes=") from None
         _check_sizes(call, rule, given)
+        _check_results(rule, list(_shaped(call, (), results)))
         return rule
 
     @staticmethod
@@ -236,6 +237,16 @@ def _check_sizes(call: Call, rule: Rule, given: Mapping[str, Dim]) -> None:
             total = None if total is None else times(total, rule.factors[loop].size)
         if total != size:
             raise Misfit(f"{name} is {_text(size)}, and by the rule {'no size' if total is None else _text(total)}")
+
+
+def _check_results(rule: Rule, results: Sequence[tuple[str, Term, tuple[Dim, ...]]]) -> None:
+    """A result does not broadcast: a dim of size 1 would be a sum over its loop, which only a loop left out is."""
+    sizes = {factor.name: factor.size for factor in rule.factors}
+    for name, term, shape in results:
+        for back, (token, size) in enumerate(zip(reversed(term), reversed(shape), strict=False), 1):
+            longer = [sizes[loop] for loop in token if loop in sizes]
+            if size == 1 and longer:
+                raise Misfit(f"dim {len(shape) - back} of {name} is 1, and by the rule {_text(longer[0])}")
 
 
 def _text(size: Dim) -> str:

@@ -61,8 +61,8 @@ def check_sharding_rule(
         raise TypeError(f"op: expected a custom op, torch.ops.<library>.<name> or its name, not {op!r}")
     with torch.no_grad():
         node, tensors, results = as_node((found, *_plain(args, dict(kwargs or {}))))
+        _check_whole(node, tensors, results)
         described = _rule_of(node, tensors)
-        _check_whole(node, tensors, results, described)
         check(node, tensors, results, described, PLACES)
         return tuple(missed(node, tensors, results, described)) if search else ()
 
@@ -89,7 +89,7 @@ def _rule_of(node: Node, tensors: Tensors) -> Rule:
     return found
 
 
-def _check_whole(node: Node, tensors: Tensors, results: Results, found: Rule) -> None:
+def _check_whole(node: Node, tensors: Tensors, results: Results) -> None:
     """What must hold before anything is split."""
     given = {operand.slot: tensors[operand.value.name] for operand in bind(node, values(tensors)).operands}
     for number, (again, result) in enumerate(zip(run(node, given), results, strict=True)):
