@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from autopart.ir.plan import Plan
     from autopart.ir.program import Program
     from autopart.passes.verify import verify
+    from autopart.rules.register import register_sharding_rule
 
 __all__ = [
     "AutopartError",
@@ -34,6 +35,7 @@ __all__ = [
     "parallelize",
     "plan",
     "post_validated",
+    "register_sharding_rule",
     "save",
     "schedules",
     "simulate",
@@ -53,6 +55,7 @@ _HOMES = {
     **dict.fromkeys(("Partial", "Placement", "Replicate", "Shard"), "autopart.ir.placement"),
     "Plan": "autopart.ir.plan",
     "Program": "autopart.ir.program",
+    "register_sharding_rule": "autopart.rules.register",
     "verify": "autopart.passes.verify",
 }
 

@@ -32,6 +32,7 @@ __all__ = [
     "joint_graph",
     "masks_as_given",
     "no_global_hooks",
+    "operator",
     "pytree",
     "quiet",
     "storage_key",
@@ -89,6 +90,26 @@ def is_fake(tensor: torch.Tensor) -> bool:
 def is_mutable(operator: Any) -> bool:
     """Whether an aten operator writes to one of its operands."""
     return bool(operator._schema.is_mutable)
+
+
+def operator(op: Any) -> OpOverload | None:
+    """The operator that is meant by an operator, a packet with one overload, a custom op or a name (``"mine::op"``).
+
+    None if it is none of these.
+    """
+    from torch._library.custom_ops import CustomOpDef
+
+    if isinstance(op, CustomOpDef):
+        return op._opoverload
+    if isinstance(op, str):
+        name, _, overload = op.partition(".")
+        space, _, name = name.partition("::")
+        packet = getattr(getattr(torch.ops, space), name, None) if space and name else None
+        op = getattr(packet, overload, None) if overload else packet
+    if isinstance(op, torch._ops.OpOverloadPacket):
+        overloads: list[str] = op.overloads()  # type: ignore[no-untyped-call]
+        op = getattr(op, overloads[0]) if len(overloads) == 1 else None
+    return op if isinstance(op, OpOverload) else None
 
 
 def storage_key(tensor: torch.Tensor) -> int:

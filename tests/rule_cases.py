@@ -389,6 +389,7 @@ ELEMENTARY: Mapping[str, Case] = {
     "logsumexp": _reduce(aten.logsumexp.default, True),
     "linalg_vector_norm": lambda s: (aten.linalg_vector_norm.default, s.normal(3, 2), 2, [s.size(0, 1)], s.flag()),
     "norm": lambda s: (aten.norm.ScalarOpt_dim, s.normal(3, 2), 2, [s.size(0, 1)], s.flag()),
+    "histc": lambda s: (aten.histc.default, s.positive(*s.shape(1)), 3, *((0.2, 0.7) if s.flag() else ())),
     "topk": lambda s: (aten.topk.default, s.normal(3, s.size(3)), 2, s.size(0, 1) - 2 if s.flag() else -1),
     "mm": _matrices(aten.mm.default, "mk", "kn"),
     "bmm": _matrices(aten.bmm.default, "bmk", "bkn"),

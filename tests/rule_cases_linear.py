@@ -34,7 +34,9 @@ def _solve(s: Sizes) -> tuple[Any, ...]:
 
 def _triangular(s: Sizes) -> tuple[Any, ...]:
     matrix = _square(s, 3).tril()
-    return aten.linalg_solve_triangular.default, (matrix, _right_side(s, matrix, s.size())), {"upper": False}
+    right = _right_side(s, matrix, s.size())
+    left = s.flag()
+    return aten.linalg_solve_triangular.default, (matrix, right if left else right.mT), {"upper": False, "left": left}
 
 
 def _old_triangular(s: Sizes) -> tuple[Any, ...]:

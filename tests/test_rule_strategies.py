@@ -17,19 +17,20 @@ from autopart.passes.localise import localise
 from autopart.rules.factor import Factor
 from autopart.rules.split import cut_of, lengths, shard_of
 from autopart.rules.strategies import Ruled, strategies
+from autopart.testing.rules import Tensors, as_node, values
 from tests import places
 from tests.rule_cases import Sizes, aten
 from tests.rule_cases_network import CASES
-from tests.test_rules import Tensors, _Fixed, as_node
+from tests.test_rules import _Fixed
 
 
 def run_all(node: Node, tensors: Tensors, results: Any, degree: int) -> list[Strategy]:
     """Run the node under each of its strategies on all places, and compare; returns the strategies."""
-    values = {name: Value(name, tuple(t.shape), t.dtype) for name, t in tensors.items()}
-    ruled = Ruled.of(node, values)
+    known = values(tensors)
+    ruled = Ruled.of(node, known)
     found = strategies(ruled, sorted(ruled.cuts(degree), key=str), degree)
     outs = tuple(out.name for out in node.outs if out is not None)
-    function = Function(tuple(values[o.value.name] for o in ruled.call.operands), (node,), outs)
+    function = Function(tuple(known[o.value.name] for o in ruled.call.operands), (node,), outs)
     for strategy in found:
         inputs = tuple(how or Replicate() for _, how in strategy.needs)
         gives = tuple(how for how in strategy.gives if how is not None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,184 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopart.ir.graph import Node, Ref, Size, Value
-from autopart.rules.factor import Dims, Product, Rule, bind, common, ratio, slots, times
+from autopart.rules.factor import Rule, common, ratio, times
 from autopart.rules.table import FAMILIES, TABLE, family, rule
+from autopart.testing.rules import Results, RuleError, Tensors, as_node, check, unflatten, values
 from tests.rule_cases import Sizes, aten
 from tests.rule_cases_network import CASES, UNEXECUTED
-
-Tensors = Mapping[str, torch.Tensor]
-
-
-class RuleError(AssertionError):
-    """A rule that does not describe its operator."""
-
-
-# ---- a call with real tensors as a Node, and back -------------------------------------------------------------------
-
-
-def as_node(case: Sequence[Any]) -> tuple[Node, Tensors, tuple[torch.Tensor | None, ...]]:
-    """The node of a call, the tensors that it reads, by name, and its results."""
-    op, *rest = case
-    args, kwargs = (rest[0], rest[1]) if len(rest) == 2 and isinstance(rest[1], dict) else (tuple(rest), {})
-    tensors: dict[str, torch.Tensor] = {}
-
-    def convert(arg: Any) -> Any:
-        if isinstance(arg, torch.Tensor):
-            name = f"v{len(tensors)}"
-            tensors[name] = arg
-            return Ref(name)
-        return tuple(map(convert, arg)) if isinstance(arg, list | tuple) else arg
-
-    found = op(*args, **kwargs)
-    results = tuple(found) if isinstance(found, list | tuple) else (found,)
-    outs = tuple(value(f"o{i}", x) if isinstance(x, torch.Tensor) else None for i, x in enumerate(results))
-    keywords = tuple((key, convert(arg)) for key, arg in kwargs.items())
-    made = tuple(map(convert, args))
-    return Node(op, made, keywords, outs, not isinstance(found, list | tuple), False, "", ""), tensors, results
-
-
-def value(name: str, tensor: torch.Tensor) -> Value:
-    return Value(name, tuple(tensor.shape), tensor.dtype)
-
-
-def run(node: Node, by_slot: Mapping[str, Any]) -> tuple[torch.Tensor | None, ...]:
-    """Call the node's op with arguments replaced by slot: tensors, sizes and numbers."""
-    given = {path: by_slot[slot] for slot, path, _ in slots(node) if slot in by_slot}
-
-    def resolve(arg: Any, path: tuple[Any, ...]) -> Any:
-        if path in given:
-            return given[path]
-        return [resolve(item, (*path, i)) for i, item in enumerate(arg)] if isinstance(arg, tuple) else arg
-
-    args = [resolve(arg, (i,)) for i, arg in enumerate(node.args)]
-    found = node.op(*args, **{key: resolve(arg, (key,)) for key, arg in node.kwargs})
-    return tuple(found) if isinstance(found, list | tuple) else (found,)
-
-
-# ---- splitting by a factor ------------------------------------------------------------------------------------------
-
-
-def elements(product: Product, sizes: Sequence[int]) -> int:
-    total = 1
-    for factor in product:
-        total *= sizes[factor]
-    return total
-
-
-def unflatten(tensor: torch.Tensor, dims: Dims, sizes: Sequence[int]) -> tuple[torch.Tensor, list[int]]:
-    """The tensor with a dim a factor, and which factor each dim is (-1 for a dim without)."""
-    order = [factor for dim in dims for factor in (dim or (-1,))]
-    flat = [n for dim, size in zip(dims, tensor.shape, strict=True) for n in ([sizes[f] for f in dim] or [size])]
-    if any(elements(dim, sizes) != size for dim, size in zip(dims, tensor.shape, strict=True) if dim):
-        raise RuleError(f"factors {dims} of sizes {sizes} do not make up the shape {tuple(tensor.shape)}")
-    return tensor.reshape(flat), order
-
-
-def piece(tensor: torch.Tensor, dims: Dims, sizes: Sequence[int], factor: int, start: int, length: int) -> torch.Tensor:
-    """The part of a tensor that belongs to some iterations of a factor."""
-    spread, order = unflatten(tensor, dims, sizes)
-    if factor not in order:
-        return tensor
-    part = spread.narrow(order.index(factor), start, length)
-    smaller = [length if i == factor else n for i, n in enumerate(sizes)]
-    shape = [elements(dim, smaller) if dim else n for dim, n in zip(dims, tensor.shape, strict=True)]
-    return part.reshape(shape).contiguous()
-
-
-COMBINE: Mapping[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
-    "sum": torch.add, "max": torch.maximum, "min": torch.minimum, "prod": torch.mul
-}  # fmt: skip
-
-
-def combine(parts: Sequence[torch.Tensor], result: int, found: Rule, factor: int, cuts: Sequence[int]) -> torch.Tensor:
-    """The whole of one result from what the pieces gave."""
-    dims = found.results[result] or ()
-    sizes = [int(f.size) for f in found.factors]
-    if any(factor in dim for dim in dims):
-        spread = [
-            unflatten(p, dims, [n if i == factor else s for i, s in enumerate(sizes)])
-            for p, n in zip(parts, cuts, strict=True)
-        ]
-        joined = torch.cat([part for part, _ in spread], spread[0][1].index(factor))
-        return joined.reshape([elements(dim, sizes) if dim else n for dim, n in zip(dims, parts[0].shape, strict=True)])
-    how = found.factors[factor].reduction
-    if how not in (*COMBINE, "mean"):
-        raise RuleError(f"no way to combine the pieces of factor {factor}: {how}")
-    if not found.contracts(result, factor):
-        return parts[0]
-    if how == "mean":
-        return sum(part * n for part, n in zip(parts, cuts, strict=True)) / sum(cuts)
-    return COMBINE[how](*parts)
-
-
-def check(node: Node, tensors: Tensors, results: Sequence[torch.Tensor | None], found: Rule) -> None:
-    """Raise RuleError unless every factor can be split as the rule says, and every linear set is linear."""
-    call = bind(node, {name: value(name, tensor) for name, tensor in tensors.items()})
-    whole = {operand.slot: tensors[operand.value.name] for operand in call.operands}
-    if set(whole) != {slot for slot, _ in found.operands}:
-        raise RuleError(f"the rule names operands {found.operands}, the call has {sorted(whole)}")
-    sizes = [int(f.size) for f in found.factors]
-    for slot, dims in found.operands:
-        unflatten(whole[slot], dims, sizes)
-    for result, dims in zip(results, found.results, strict=True):
-        if isinstance(result, torch.Tensor) and dims is not None:
-            unflatten(result, dims, sizes)
-    for factor, about in enumerate(found.factors):
-        if about.blocked:
-            continue
-        try:
-            _check_split(node, whole, call.args, results, found, factor)
-        except (RuntimeError, IndexError) as error:
-            raise RuleError(f"{node.op}: the pieces of factor {factor} do not fit: {error}") from error
-    for together in found.linear:
-        _check_linear(node, whole, call.args, results, together)
-
-
-def _check_split(
-    node: Node, whole: Tensors, args: Mapping[str, Any], results: Sequence[Any], found: Rule, factor: int
-) -> None:
-    sizes = [int(f.size) for f in found.factors]
-    first = max(1, sizes[factor] // 3)
-    cuts = [first, sizes[factor] - first]
-    dims = dict(found.operands)
-    outs = []
-    for start, length in zip((0, first), cuts, strict=True):
-        given: dict[str, Any] = {s: piece(t, dims[s], sizes, factor, start, length) for s, t in whole.items()}
-        added = {s: given.get(s, args[s]) for s in found.additive(factor)}
-        given |= {s: part * (length / sum(cuts)) for s, part in added.items()}
-        smaller = [length if i == factor else n for i, n in enumerate(sizes)]
-        given |= {slot: elements(product, smaller) for slot, product in found.sizes}
-        outs.append(run(node, given))
-    for i, (result, place) in enumerate(zip(results, found.results, strict=True)):
-        if isinstance(result, torch.Tensor) and place is not None:
-            made = combine([out[i] for out in outs], i, found, factor, cuts)
-            _agree(f"{node.op}: result {i} split by factor {factor}", made, result)
-
-
-def _check_linear(
-    node: Node, whole: Tensors, args: Mapping[str, Any], results: Sequence[Any], together: frozenset[str]
-) -> None:
-    """Write every member as a sum of two; the results must add up likewise."""
-    generator = torch.Generator().manual_seed(0)
-    one, two = dict(whole), dict(whole)
-    for slot in sorted(together):
-        if slot in whole:
-            part = (torch.rand(whole[slot].shape, generator=generator) * 4).to(whole[slot].dtype)
-            one[slot], two[slot] = part, whole[slot] - part
-        else:
-            one[slot], two[slot] = args[slot] * 0.25, args[slot] * 0.75
-    for i, (a, b, result) in enumerate(zip(run(node, one), run(node, two), results, strict=True)):
-        if isinstance(result, torch.Tensor):
-            _agree(f"{node.op}: result {i} as linear in {sorted(together)}", a + b, result)
-
-
-def _agree(what: str, made: torch.Tensor, wanted: torch.Tensor) -> None:
-    tolerance = 1e-4 if wanted.dtype == torch.float32 else 1e-10
-    if made.shape != wanted.shape or not torch.allclose(
-        made, wanted.to(made.dtype), rtol=tolerance, atol=tolerance, equal_nan=True
-    ):
-        raise RuleError(f"{what}: the pieces do not make up the whole")
-
 
 # ---- the table ------------------------------------------------------------------------------------------------------
 
@@ -199,7 +25,7 @@ def _agree(what: str, made: torch.Tensor, wanted: torch.Tensor) -> None:
 @given(data=st.data())
 def test_a_rule_describes_what_its_operator_does(name: str, data: st.DataObject) -> None:
     node, tensors, results = as_node(CASES[name](Sizes(data.draw)))
-    found = rule(node, {key: value(key, tensor) for key, tensor in tensors.items()})
+    found = rule(node, values(tensors))
     assert found is not None
     check(node, tensors, results, found)
 
@@ -210,8 +36,8 @@ def test_every_entry_of_the_table_is_executed() -> None:
 
 
 def test_an_operator_without_an_entry_has_no_rule() -> None:
-    node, tensors, _ = as_node((aten.histc.default, torch.rand(4), 3))
-    assert rule(node, {key: value(key, tensor) for key, tensor in tensors.items()}) is None
+    node, tensors, _ = as_node((aten.renorm.default, torch.rand(4, 2), 2, 0, 1.0))
+    assert rule(node, values(tensors)) is None
 
 
 DTENSOR_ALONE = """
@@ -221,7 +47,7 @@ DTENSOR_ALONE = """
     _linalg_check_errors _local_scalar_dense equal
     bernoulli fractional_max_pool2d fractional_max_pool3d multinomial normal_functional randint_like
     _batch_norm_with_update_functional _grouped_mm _scaled_mm _upsample_lanczos2d_aa _upsample_lanczos2d_aa_backward
-    frexp histc index_reduce max_unpool3d nanmedian
+    frexp index_reduce max_unpool3d nanmedian
     cholesky cholesky_inverse geqrf linalg__powsum linalg_eig linalg_householder_product linalg_ldl_factor_ex
     linalg_ldl_solve lu_unpack ormqr
 """
@@ -242,10 +68,10 @@ def test_dtensor_knows_no_operator_that_models_are_made_of_and_the_table_does_no
 # ---- rules that are wrong on purpose --------------------------------------------------------------------------------
 
 
-def _of(name: str, seed: int = 3) -> tuple[Node, Tensors, tuple[torch.Tensor | None, ...], Rule]:
+def _of(name: str, seed: int = 3) -> tuple[Node, Tensors, Results, Rule]:
     """A call of a case with every size at 3 and every flag set, and its rule."""
     node, tensors, results = as_node(CASES[name](Sizes(_Fixed(seed))))
-    found = rule(node, {key: value(key, tensor) for key, tensor in tensors.items()})
+    found = rule(node, values(tensors))
     assert found is not None
     return node, tensors, results, found
 
@@ -309,7 +135,7 @@ def test_a_swapped_dim_is_noticed() -> None:
 def test_an_added_operand_must_take_its_share() -> None:
     """Without linear sets nothing says that the bias is part of the sum, and the pieces add it twice."""
     node, tensors, results, found = _of("addmm")
-    with pytest.raises(RuleError, match="split by factor"):
+    with pytest.raises(RuleError, match="split by loop 'k'"):
         check(node, tensors, results, replace(found, linear=()))
 
 
@@ -356,7 +182,7 @@ def test_attention_kernels_of_other_devices_have_shapes_that_their_rules_fit(ker
     query, key = torch.empty(2, 4, 6, 8, device="meta"), torch.empty(2, 4, 5, 8, device="meta")
     more = () if kernel == "flash" else (torch.empty(2, 4, 6, 5, device="meta"), True)
     node, tensors, results = as_node((op, query, key, key, *more))
-    found = rule(node, {name: value(name, tensor) for name, tensor in tensors.items()})
+    found = rule(node, values(tensors))
     assert found is not None
     sizes = [int(factor.size) for factor in found.factors]
     for result, dims in zip(results, found.results, strict=True):

@@ -46,6 +46,7 @@ from autopart.passes.shard import shard
 from autopart.passes.slices import least_samples
 from autopart.passes.split import split
 from autopart.passes.split_backward import split_backward
+from autopart.passes.unruled import unruled
 from autopart.passes.verify import verify
 from autopart.schedules.spell import AUTO, splits_output
 from autopart.solver.choose import choose
@@ -78,6 +79,7 @@ def solve(segmented: Segmented, *, batch: int | None = None, inputs: str = "glob
         chosen = _chosen(segmented, batch or captured.batch, pins)
     else:
         chosen = _chosen_inside(segmented, batch or captured.batch, pins, asked)
+        chosen = replace(chosen, notes=(*chosen.notes, *unruled(segmented)))
     return predicted(segmented, replace(with_regions(chosen, segmented), inputs=inputs))
 
 

@@ -165,6 +165,11 @@ class Node:
         """The names of the values that this node defines."""
         return self._makes
 
+    @property
+    def aten(self) -> str:
+        """The name of an operator of aten, without its overload; "" for any other, whatever its name."""
+        return str(self.op.overloadpacket.__name__) if self.op.namespace == "aten" else ""
+
     def place(self) -> str:
         """The user's line and the module, as far as they are known, to begin a message with."""
         known = (self.source, f"in module {self.module!r}" if self.module else "")

@@ -156,7 +156,7 @@ def _traffic(node: Node, values: Mapping[str, Value]) -> Iterable[Expression]:
     """The bytes that a call reads, a term a tensor, and those it writes."""
     written = [_bytes(out) for out in node.outs if out is not None]
     read = list(dict.fromkeys(node.refs()))
-    if node.op.overloadpacket.__name__ in GATHERS:
+    if node.aten in GATHERS:
         return (*written, *written, *(_bytes(values[name]) for name in read[1:]))
     return (*written, *(_bytes(values[name]) for name in read))
 

@@ -16,7 +16,7 @@ from autopart.errors import CaptureError
 from autopart.ir.graph import Arg, Dim, Node, Ref, Size, Value
 from autopart.ir.placement import Partial, Replicate, Shard, TensorPlacement
 from autopart.rules.factor import ArgPath, Call, Dims, Factor, Rule, bind, is_batch, slots
-from autopart.rules.table import family
+from autopart.rules.table import rule_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +56,11 @@ ADVICE = (
     'or let each microbatch compute as if it were the whole batch, semantics="accumulate"'
 )
 
+REGISTER = (
+    "Say which loops it has, autopart.register_sharding_rule(op, 'b ..., ... -> b ...'), write it in other operations, "
+    "or do it outside and pass its result in as an input."
+)
+
 
 def depend(node: Node, values: Mapping[str, Value], known: Mapping[str, Fact]) -> Dependence:
     """The dependence of a node's results.
@@ -76,14 +81,13 @@ class _Step:
     """One node with its rule and the facts of its operands, by slot."""
 
     def __init__(self, node: Node, values: Mapping[str, Value], known: Mapping[str, Fact], free: bool) -> None:
-        rule_family = family(node.op)
-        if rule_family is None:
-            unknown = "has no factor rule, so how its result depends on the batch is unknown"
-            refuse(node, unknown, "Write it in other operations, or do it outside and pass its result in as an input.")
-        self.node, self.free = node, free
-        self.name = node.op.overloadpacket.__name__
         self.call: Call = bind(node, values)
-        self.rule: Rule = rule_family(self.call)
+        found = rule_of(node, self.call)
+        if found is None:
+            refuse(node, "has no factor rule, so how its result depends on the batch is unknown", REGISTER)
+        self.node, self.free = node, free
+        self.name = node.aten
+        self.rule: Rule = found
         self.facts = {operand.slot: known[operand.value.name] for operand in self.call.operands}
         self.outs = [(i, out) for i, out in enumerate(node.outs) if out is not None]
 
@@ -277,7 +281,7 @@ _FILL: Mapping[str, str] = {
 
 def makes_zero(node: Node) -> bool:
     """Whether a node makes a tensor of zeros."""
-    name = node.op.overloadpacket.__name__
+    name = node.aten
     if name in _ZEROS:
         return True
     given = [arg for slot, _, arg in slots(node) if slot == _FILL.get(name)]

@@ -114,7 +114,7 @@ def _numbers(node: Node) -> Iterator[ArgPath]:
     if not _has_size((node.args, node.kwargs)):
         return
     found = [(slot, path) for slot, path, arg in slots(node) if isinstance(arg, Size) and not arg.whole]
-    if found and node.op.overloadpacket.__name__ not in _COUNTING:
+    if found and node.aten not in _COUNTING:
         types = {argument.name: str(argument.type) for argument in node.op._schema.arguments}
         yield from (path for slot, path in found if "int" not in types[slot.split(".")[0]].lower())
 

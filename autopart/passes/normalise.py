@@ -277,7 +277,7 @@ def _with_parameter_views(captured: Captured) -> Captured:
     for node in captured.nodes:
         sources = node.refs()
         held = not node.backward and sources and all(s in parameters or s in views for s in sources)
-        if held and node.opname.split(".")[1] in VIEWS and not _moves(node.args):
+        if held and node.aten in VIEWS and not _moves(node.args):
             views.update(dict.fromkeys(node.names(), node))
     again: dict[str, str] = {}
     nodes: list[Node] = []

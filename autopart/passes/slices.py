@@ -38,7 +38,7 @@ def least_samples(captured: Captured) -> int:
     """The samples that a slice needs: two where a BatchNorm in training has one value a sample and channel."""
     values = {value.name: value for value in captured.values()} if captured.sliced else {}
     for node in captured.nodes if captured.sliced else ():
-        if "batch_norm" in node.opname and not node.backward and node.op._schema.arguments[0].name == "input":
+        if "batch_norm" in node.aten and not node.backward and node.op._schema.arguments[0].name == "input":
             call = bind(node, values)
             x = call.shape("input")
             if (

@@ -26,8 +26,8 @@ from autopart.ir.placement import Partial, PerSlice, Replicate
 from autopart.passes.dependence import Fact, batch_dims
 from autopart.passes.judge import Judgement, Site, takes_sizes
 from autopart.passes.slices import Drawn, given, in_slice
-from autopart.rules.factor import bind, slots
-from autopart.rules.table import family
+from autopart.rules.factor import slots
+from autopart.rules.table import rule
 
 
 def judge_slices(inputs: Sequence[Input], nodes: Sequence[Node], outputs: Sequence[Output]) -> Judgement:
@@ -131,13 +131,13 @@ class _Weights:
                 self.scaled_sums.add(name)
 
     def _scale_of(self, node: Node) -> frozenset[str]:
-        packet, rule = node.op.overloadpacket.__name__, family(node.op)
+        packet = node.aten
         refs = {slot: arg.name for slot, _, arg in slots(node) if isinstance(arg, Ref)}
         if packet not in ("mul", "div") and self.scales.keys().isdisjoint(refs.values()):
             return frozenset()
         linear = frozenset(refs)
-        if rule is not None and packet not in ("mul", "div"):
-            linear = frozenset[str]().union(*rule(bind(node, self.values)).linear)
+        if packet not in ("mul", "div") and (ruled := rule(node, self.values)) is not None:
+            linear = frozenset[str]().union(*ruled.linear)
         samples = any(batch_dims(self.values[name]) for name in refs.values())
         found: set[str] = set()
         for slot, name in refs.items():
@@ -167,7 +167,7 @@ class _Weights:
         place, node = self.facts[name].place, self.made.get(name)
         if node is None:
             return
-        packet = node.op.overloadpacket.__name__
+        packet = node.aten
         refs = [arg.name for _, _, arg in slots(node) if isinstance(arg, Ref)]
         inner = [name for name in refs if not batch_dims(self.values[name])]
         if isinstance(place, Partial):
@@ -190,7 +190,7 @@ class _Weights:
 
     def _follow_all(self, node: Node, refs: Sequence[str]) -> None:
         """Every operand is a term; a number beside them is one too, and counts once for the batch."""
-        known = node.op.overloadpacket.__name__ in ("add", "sub")
+        known = node.aten in ("add", "sub")
         if (known and len(refs) == 1) or any(ref not in self.made for ref in refs):
             self.others.append(node)
         for ref in refs:

@@ -9,7 +9,7 @@ factor cannot be split at all. `linear` lists the operand sets through which a p
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import gcd
 
 from autopart._torch import OpOverload
@@ -27,11 +27,15 @@ ArgPath = tuple[int | str, ...]
 
 @dataclass(frozen=True, slots=True)
 class Factor:
-    """One loop. `reduction`: how the pieces of a result that lacks it combine (sum, mean, max, min, prod)."""
+    """One loop. `reduction`: how the pieces of a result that lacks it combine (sum, mean, max, min, prod).
+
+    `name` is for messages: what the rule calls it, "" where it calls it nothing.
+    """
 
     size: Dim
     blocked: bool = False
     reduction: str = "sum"
+    name: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,11 +219,11 @@ class Draft:
     def __init__(self) -> None:
         self.factors: list[Factor] = []
 
-    def new(self, size: Dim, *, blocked: bool = False, reduction: str = "sum") -> Product:
+    def new(self, size: Dim, *, blocked: bool = False, reduction: str = "sum", name: str = "") -> Product:
         """A dim that is one new factor, or () if its size is 1."""
         if size == 1:
             return ()
-        self.factors.append(Factor(size, blocked, reduction))
+        self.factors.append(Factor(size, blocked, reduction, name))
         return (len(self.factors) - 1,)
 
     def dims(self, shape: Sequence[Dim], *, blocked: Sequence[int] = (), reduction: str = "sum") -> Dims:

@@ -2,7 +2,8 @@
 
 Contractions have formulas of their own, those of torch.utils.flop_counter: nothing is taken off for causal masks, and
 the backward of fused attention makes its scores again. Reductions count an operation an element read, everything else
-an operation an element written; views and tensors made from nothing count none.
+an operation an element written; views and tensors made from nothing count none. What the user registered counts its
+loops.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from typing import Any
 from autopart.ir.cost import batch_symbol
 from autopart.ir.graph import Dim, Node, Size, Value
 from autopart.rules.alias import viewed
-from autopart.rules.factor import Call, bind
+from autopart.rules.factor import Call, Rule, bind
+from autopart.rules.table import rule
 
 GATHERS = ("embedding", "index", "index_select", "gather")
 """Operators that read as many elements of their first tensor as they write, however large it is."""
@@ -32,7 +34,24 @@ def flops(node: Node, values: Mapping[str, Value]) -> Expression:
     formula = FORMULAS.get(node.op.overloadpacket.__name__) if node.op.namespace == "aten" else None
     if formula is not None:
         return formula(bind(node, values))
+    if node.op.namespace not in ("aten", "autopart") and (own := rule(node, values)) is not None:
+        return _nest(own)
     return sum(count(out.shape) for out in node.outs if out is not None)
+
+
+def _nest(rule: Rule) -> Expression:
+    """An operation an iteration of the loops of every result; two where they are summed over one."""
+    total: Expression = 0
+    for result, dims in enumerate(rule.results):
+        if dims is not None:
+            own = {factor for dim in dims for factor in dim}
+            summed = {
+                factor
+                for factor, about in enumerate(rule.factors)
+                if not about.blocked and rule.contracts(result, factor)
+            }
+            total += (2 if summed else 1) * count(rule.factors[factor].size for factor in own | summed)
+    return total
 
 
 def count(shape: Iterable[Dim]) -> Expression:

@@ -1,6 +1,7 @@
 """Linear algebra on stacks of matrices: leading dims are free; the matrices themselves are blocked.
 
-Loops: m and n are the dims of a matrix, the other letters those of its factors and of right sides.
+Loops: m and n are the dims of a matrix, the other letters those of its factors and of right sides, whose columns c are
+free where nothing else is returned.
 """
 
 from __future__ import annotations
@@ -28,8 +29,13 @@ def _solve(call: Call) -> Rule:
 
 
 def _lu_solve(call: Call) -> Rule:
-    columns = "nr" if call.args["left"] else "rn"
+    columns = "nc" if call.args["left"] else "cn"
     return _stacked(f"LU:*mk pivots:*p B:*{columns} -> *{columns}", "B")(call)
+
+
+def _solve_triangular(call: Call) -> Rule:
+    columns = "pc" if call.args["left"] else "cp"
+    return _stacked(f"self:*mn B:*{columns} -> *{columns}", "B")(call)
 
 
 def _svd(call: Call) -> Rule:
@@ -52,7 +58,7 @@ def _cross(call: Call) -> Rule:
 
 def _distances_backward(call: Call) -> Rule:
     """The gradient of the first points sums over the second ones."""
-    return loops(call, "grad:*rs x1:*rk x2:*sk cdist:*rs -> *rk", blocked="k", linear=["grad"])
+    return loops(call, "grad:*rs x1:*rk x2:*sk cdist:*rs -> *rk", linear=["grad"])
 
 
 def _distances(call: Call) -> Rule:
@@ -72,9 +78,9 @@ RULES: Mapping[str, Family] = {
     "linalg_lu_solve": _lu_solve,
     "linalg_qr": _stacked("A:*mn -> *pk, *lq"),
     "linalg_matrix_exp": _stacked("self:*mn -> *kl"),
-    "linalg_solve_triangular": _stacked("self:*mn B:*pq -> *pq", "B"),
+    "linalg_solve_triangular": _solve_triangular,
     "triangular_solve": _stacked("self:*pq A:*mn -> *pq, *mn"),
-    "cholesky_solve": _stacked("self:*pq input2:*mn -> *pq", "self"),
+    "cholesky_solve": _stacked("self:*pc input2:*mn -> *pc", "self"),
     "linalg_cross": _cross,
     "_cdist_forward": _distances,
     "_cdist_backward": _distances_backward,

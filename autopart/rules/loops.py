@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
 
 from autopart.ir.graph import Dim
@@ -19,7 +19,11 @@ from autopart.rules.factor import Call, Dims, Draft, Product, Rule, ratio
 
 _TOKEN = re.compile(r"\((\w+)\)|(\w|\*)")
 
-Term = tuple[str, ...]
+Token = tuple[str, ...]
+"""The loops of one dim, outermost first; ``("*",)`` stands for any number of dims."""
+
+Term = tuple[Token, ...]
+"""The dims of one tensor."""
 
 
 @lru_cache(maxsize=256)
@@ -30,39 +34,35 @@ def _parse(spec: str) -> tuple[tuple[tuple[str, Term], ...], tuple[Term, ...]]:
 
 
 def _tokens(term: str) -> Term:
-    return tuple(group or single for group, single in _TOKEN.findall(term))
+    return tuple(tuple(group or single) for group, single in _TOKEN.findall(term))
 
 
 def _fit(term: Term, ndim: int) -> Term:
     """The term with one token a dim: the star spelled out, leading tokens dropped where there are fewer dims."""
-    if term[:1] == ("*",):
+    if term[:1] == (("*",),):
         lead = ndim - len(term) + 1
-        return tuple(f"*{i}" for i in range(lead)) + term[1:]
+        return tuple((f"*{i}",) for i in range(lead)) + term[1:]
     return term[len(term) - ndim :]
 
 
-def _letters(token: str) -> tuple[str, ...]:
-    return (token,) if token[0] == "*" else tuple(token)
-
-
 class _Sizes:
-    """The size of every letter, solved from the shapes of the terms."""
+    """The size of every loop, solved from the shapes of the terms."""
 
     def __init__(self, known: Mapping[str, Dim]) -> None:
         self.of: dict[str, Dim] = {"1": 1, **known}
 
     def read(self, terms: Sequence[tuple[Term, tuple[Dim, ...]]]) -> None:
-        """Learn from the dims of one letter first, then from merged dims with one unknown letter."""
+        """Learn from the dims of one loop first, then from merged dims with one unknown loop."""
         pairs = [(token, size) for term, shape in terms for token, size in zip(term, shape, strict=True)]
         for token, size in pairs:
-            if len(_letters(token)) == 1 and self.of.get(token, 1) == 1:
-                self.of[token] = size
+            if len(token) == 1 and self.of.get(token[0], 1) == 1:
+                self.of[token[0]] = size
         for token, size in pairs:
-            unknown = [letter for letter in _letters(token) if letter not in self.of]
+            unknown = [loop for loop in token if loop not in self.of]
             if len(unknown) == 1:
                 rest: Dim | None = size
-                for letter in _letters(token):
-                    rest = ratio(rest, self.of[letter]) if letter in self.of and rest is not None else rest
+                for loop in token:
+                    rest = ratio(rest, self.of[loop]) if loop in self.of and rest is not None else rest
                 if rest is not None:
                     self.of[unknown[0]] = rest
 
@@ -82,11 +82,26 @@ def loops(
     `blocked` names the letters that cannot be split (``*`` for all of the leading dims), `known` the sizes that shapes
     alone do not tell, `sizes` the integer arguments that are products of letters; the rest is as in `Rule`.
     """
-    operand_terms, result_terms = _parse(spec)
+    operands, results = _parse(spec)
+    return described(call, operands, results, blocked=blocked, linear=linear, known=known, sizes=sizes, unread=unread)
+
+
+def described(
+    call: Call,
+    operand_terms: Iterable[tuple[str, Term]],
+    result_terms: Sequence[Term],
+    *,
+    blocked: Collection[str] = (),
+    linear: Sequence[str] = (),
+    known: Mapping[str, Dim] | None = None,
+    sizes: Mapping[str, Sequence[str]] | None = None,
+    unread: Sequence[tuple[int, str]] = (),
+) -> Rule:
+    """`loops` for terms that are parsed already, whose loops may have names of any length."""
     operands = [(slot, _fit(term, call.ndim(slot))) for slot, term in operand_terms if call.has(slot)]
     # a result that nothing uses has no shape here, and needs none
     results = [
-        _fit(term, len(out.shape)) if out is not None and term != ("_",) else None
+        _fit(term, len(out.shape)) if out is not None and term != (("_",),) else None
         for term, out in zip(result_terms, call.results, strict=False)
     ]
     found = _Sizes(known or {})
@@ -96,12 +111,12 @@ def loops(
 
     draft = Draft()
     factors: dict[str, Product] = {
-        letter: draft.new(size, blocked=letter in blocked or (letter[0] == "*" and "*" in blocked))
-        for letter, size in found.of.items()
+        loop: draft.new(size, blocked=loop in blocked or (loop[0] == "*" and "*" in blocked), name=loop)
+        for loop, size in found.of.items()
     }
 
     def dims(term: Term, shape: tuple[Dim, ...]) -> Dims:
-        merged = (tuple(f for letter in _letters(token) for f in factors[letter]) for token in term)
+        merged = (tuple(f for loop in token for f in factors[loop]) for token in term)
         return tuple(() if size == 1 else product for size, product in zip(shape, merged, strict=True))
 
     return draft.rule(
@@ -111,8 +126,8 @@ def loops(
         linear=linear,
         unread=unread,
         sizes={
-            slot: tuple(f for x in letters for f in factors[x])
-            for slot, letters in (sizes or {}).items()
-            if all(x in factors for x in letters)
+            slot: tuple(f for x in loops for f in factors[x])
+            for slot, loops in (sizes or {}).items()
+            if all(x in factors for x in loops)
         },
     )

@@ -78,16 +78,16 @@ _NONLINEAR = """
     bitwise_left_shift bitwise_not bitwise_or bitwise_right_shift bitwise_xor ceil celu clamp clamp_max clamp_min
     copysign cos cosh digamma elu eq erf erfc erfinv exp exp2 expm1 floor floor_divide fmax fmin fmod float_power
     frac gcd ge gelu gt hardshrink hardsigmoid hardswish hardtanh heaviside hypot i0 igamma igammac isfinite isinf
-    isnan isneginf isposinf lcm ldexp le leaky_relu lgamma log log10 log1p log2 log_sigmoid_forward logaddexp
+    isnan isneginf isposinf lcm le leaky_relu lgamma log log10 log1p log2 log_sigmoid_forward logaddexp
     logaddexp2 logical_and logical_not logical_or logical_xor logit lt maximum minimum mish nan_to_num
-    native_dropout ne nextafter polar polygamma pow reciprocal relu relu6 remainder round
+    native_dropout ne nextafter polygamma pow reciprocal relu relu6 remainder round
     rrelu_with_noise_functional rsqrt selu sgn sigmoid sign signbit silu sin sinc sinh softplus softshrink
     special_entr special_erfcx special_i0 special_i0e special_i1 special_i1e special_log_ndtr special_ndtr
-    special_ndtri special_xlog1py special_zeta sqrt square tan tanh threshold trunc xlogy
+    special_ndtri special_zeta sqrt square tan tanh threshold trunc
 """
 
 _GRADIENT = """
-    elu_backward gelu_backward hardshrink_backward hardsigmoid_backward hardswish_backward hardtanh_backward
+    elu_backward gelu_backward hardsigmoid_backward hardswish_backward hardtanh_backward
     leaky_relu_backward log_sigmoid_backward logit_backward mish_backward rrelu_with_noise_backward sigmoid_backward
     silu_backward softplus_backward softshrink_backward tanh_backward threshold_backward native_dropout_backward
     _prelu_kernel_backward
@@ -98,7 +98,10 @@ RULES: Mapping[str, Family] = {
     **each(_GRADIENT, GRADIENT),
     **each("neg positive clone detach alias lift_fresh_copy real imag conj _conj conj_physical", ONE),
     **each("resolve_conj resolve_neg _conj_physical deg2rad rad2deg", ONE),
+    **each("ldexp special_xlog1py xlogy", ONE),
     "complex": pointwise("real imag"),
+    "polar": pointwise("abs"),
+    "hardshrink_backward": pointwise("grad_out"),
     "mul": EITHER,
     "add": BOTH,
     "sub": BOTH,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from autopart.rules.factor import Call, Dims, Draft, Family, Rule, each, wrap
+from autopart.rules.loops import loops
 
 
 def reduced_dims(call: Call) -> frozenset[int]:
@@ -41,6 +42,12 @@ def _topk(call: Call) -> Rule:
     return draft.rule(call, {"self": own}, [out] * 2)
 
 
+def _histogram(call: Call) -> Rule:
+    """Counts add up, unless the numbers themselves say where the bins are."""
+    given = call.args["min"] != call.args["max"]
+    return loops(call, "self:* -> k", blocked="k" if given else "*k")
+
+
 BLOCKED = reduction("blocked")
 
 RULES: Mapping[str, Family] = {
@@ -58,4 +65,5 @@ RULES: Mapping[str, Family] = {
     **each("max.dim min.dim argmax argmin median mode kthvalue std var std_mean var_mean", BLOCKED),
     **each("logsumexp linalg_vector_norm norm", BLOCKED),
     "topk": _topk,
+    "histc": _histogram,
 }

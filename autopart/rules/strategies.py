@@ -22,7 +22,7 @@ from autopart.ir.placement import Partial, Replicate, Shard, TensorPlacement
 from autopart.rules.factor import Call, Dims, Rule, bind
 from autopart.rules.split import cut_of, legal, shard_of
 from autopart.rules.spread import Spread, spread
-from autopart.rules.table import family
+from autopart.rules.table import rule_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +39,7 @@ class Ruled:
         """The node, with `values` giving the tensors that it reads."""
         call = bind(node, values)
         drawn = node.op.namespace == "autopart" and torch.Tag.nondeterministic_seeded in node.op.tags
-        found = None if drawn else family(node.op)
-        rule = None if found is None else found(call)
+        rule = None if drawn else rule_of(node, call)
         return cls(node, call, rule, None if rule is None else spread(call, rule))
 
     def cuts(self, degree: int) -> frozenset[Cut]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from autopart._torch import OpOverload
+from autopart.errors import CaptureError
 from autopart.ir.graph import Node, Value
 from autopart.rules import (
     attention,
@@ -23,7 +24,9 @@ from autopart.rules import (
     softmax,
     view,
 )
-from autopart.rules.factor import Family, Rule, bind
+from autopart.rules.factor import Call, Family, Rule, bind
+from autopart.rules.libraries import library_rule
+from autopart.rules.own import Misfit, OwnRule, own_rule
 
 FAMILIES: tuple[Mapping[str, Family], ...] = tuple(
     module.RULES
@@ -51,14 +54,31 @@ TABLE: Mapping[str, Family] = {name: family for rules in FAMILIES for name, fami
 
 
 def family(op: OpOverload) -> Family | None:
-    """The table's entry for an operator, None if it has none. Only operators of aten and of autopart have one."""
-    if op.namespace not in ("aten", "autopart"):
-        return None
-    name = op.overloadpacket.__name__ if op.namespace == "aten" else f"autopart.{op.overloadpacket.__name__}"
-    return TABLE.get(f"{name}.{op._overloadname}") or TABLE.get(name)
+    """The table's entry for an operator of aten or of autopart; of any other, the rule that it is registered with."""
+    if op.namespace in ("aten", "autopart"):
+        name = op.overloadpacket.__name__ if op.namespace == "aten" else f"autopart.{op.overloadpacket.__name__}"
+        found = TABLE.get(f"{name}.{op._overloadname}") or TABLE.get(name)
+        if found is not None:
+            return found
+    return own_rule(op) or library_rule(op)
 
 
 def rule(node: Node, values: Mapping[str, Value]) -> Rule | None:
-    """The factor rule of one call; None if the table has no entry. `values` holds the tensors that the node reads."""
+    """The factor rule of one call; None if its operator has none. `values` holds the tensors that the node reads."""
+    return rule_of(node, bind(node, values))
+
+
+def rule_of(node: Node, call: Call) -> Rule | None:
+    """The factor rule of a node whose call is bound.
+
+    Raises CaptureError, naming the user's line, where the rule that an operator is registered with does not fit.
+    """
     found = family(node.op)
-    return None if found is None else found(bind(node, values))
+    try:
+        return None if found is None else found(call)
+    except Misfit as error:
+        text = found.text if isinstance(found, OwnRule) else ""
+        raise CaptureError(
+            f"{node.place()}{node.opname} is registered with the sharding rule {text!r}, which does not fit this call: "
+            f"{error}"
+        ) from None

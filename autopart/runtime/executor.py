@@ -19,6 +19,7 @@ from autopart.ir.plan import Plan
 from autopart.ir.program import Program
 from autopart.ir.traffic import COLLECTIVES
 from autopart.runtime.batch import Batch
+from autopart.runtime.custom import hold_operators
 from autopart.runtime.report import RankReport
 from autopart.runtime.states import States
 from autopart.runtime.transport import Transport
@@ -39,7 +40,10 @@ class Loaded:
     @classmethod
     def of(cls, program: Program, rank: int, device: torch.device) -> Loaded:
         """Compile the text of one rank."""
-        return cls(load(program.ranks[rank].source, f"<rank {rank}>", device), program, rank)
+        source = program.ranks[rank].source
+        namespace = load(source, f"<rank {rank}>", device)
+        hold_operators(namespace, source)
+        return cls(namespace, program, rank)
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,7 +70,7 @@ class Axis:
         cluster = self.cluster
         read = [(o.value, how) for o, (_, how) in zip(ruled.call.operands, strategy.needs, strict=True)]
         made = [(v, how) for v, how in zip(ruled.node.outs, strategy.gives, strict=True) if v is not None]
-        if ruled.node.op.overloadpacket.__name__ in GATHERS:
+        if ruled.node.aten in GATHERS:
             read = [*read[1:], *made]
         moved = sum(self.local_bytes(value, how) for value, how in (*dict.fromkeys(read), *made))
         seconds = max(work * self._part(ruled, strategy) / cluster.flops, moved / cluster.bandwidth)

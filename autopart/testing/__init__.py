@@ -12,9 +12,19 @@ from autopart.testing.world import LocalWorld
 if TYPE_CHECKING:
     from autopart.testing.parity import assert_parity
     from autopart.testing.reference import reference_random
+    from autopart.testing.sharding import check_sharding_rule
     from autopart.testing.strategies import batches, meshes, plans, schedules
 
-__all__ = ["LocalWorld", "assert_parity", "batches", "meshes", "plans", "reference_random", "schedules"]
+__all__ = [
+    "LocalWorld",
+    "assert_parity",
+    "batches",
+    "check_sharding_rule",
+    "meshes",
+    "plans",
+    "reference_random",
+    "schedules",
+]
 
 
 def __getattr__(name: str) -> Any:
@@ -22,6 +32,10 @@ def __getattr__(name: str) -> Any:
         from autopart.testing.parity import assert_parity
 
         return assert_parity
+    if name == "check_sharding_rule":
+        from autopart.testing.sharding import check_sharding_rule
+
+        return check_sharding_rule
     if name == "reference_random":
         from autopart.testing.reference import reference_random
 
