@@ -2,13 +2,12 @@
 
 import pytest
 
-from autopart.schedules import build, executable, validate
+from autopart.schedules import build, executable, read, validate
 
 
 @pytest.mark.parametrize(
     ("name", "needs"),
     [
-        ("terapipe", "attention over 4 slices"),
         ("vocab", "an output layer split over the pipeline ranks"),
         ("paci", "optimizer steps between the microbatches"),
     ],
@@ -20,9 +19,16 @@ def test_refused(name, needs):
         executable(build(name, ranks=4, microbatches=12))
 
 
-@pytest.mark.parametrize("name", ["gpipe", "zb-v", "dualpipev", "dualpipe", "bitpipe", "forward"])
+@pytest.mark.parametrize("name", ["gpipe", "zb-v", "dualpipev", "dualpipe", "bitpipe", "seq1f1b", "forward"])
 def test_accepted_without_pairs(name):
     schedule = build(name, ranks=4, microbatches=12)
     made = executable(schedule)
     validate(made)
     assert list(made.parts()) == list(schedule.parts()) == [action for _, action in made.actions()]
+
+
+def test_slices_on_copies_of_the_model_are_refused():
+    table = read("0F0,0F0s1,0B0s1,0B0,0F1p1,0F1s1p1,0B1s1p1,0B1p1")
+    validate(table)
+    with pytest.raises(ValueError, match="needs several copies of the model, each for slices of the sequence"):
+        executable(table)

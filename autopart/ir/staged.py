@@ -43,7 +43,9 @@ class Staged:
     microbatches differ. Without it they are B.
 
     A schedule may place several `copies` of the model, of which a microbatch travels one. They are stages of their own:
-    of S stages a copy, stage s of copy c is number c S + s, has the same segments and uses the same units.
+    of S stages a copy, stage s of copy c is number c S + s, has the same segments and uses the same units. So are the
+    `slices` of the sequence: of S stages, stage s of slice j is number j S + s, on the rank of stage s, whose units it
+    uses; a microbatch passes all of them.
     """
 
     sharded: Sharded
@@ -52,11 +54,17 @@ class Staged:
     state: State
     backwards: tuple[tuple[Kind, ...], ...] = ()
     copies: int = 1
+    slices: int = 1
 
     @property
     def depth(self) -> int:
-        """The number of stages of a copy of the model."""
+        """The number of stages that a microbatch passes: those of a copy of the model, in every slice."""
         return len(self.stages) // self.copies
+
+    @property
+    def width(self) -> int:
+        """The number of stages that a slice of the sequence passes."""
+        return self.depth // self.slices
 
     @property
     def segmented(self) -> Segmented:

@@ -28,6 +28,11 @@ def schedule(staged: Staged, plan: Plan) -> Scheduled:
     """
     captured = staged.segmented.captured
     made = built(plan, training=captured.training)
+    if made.slices != staged.slices:
+        raise ValueError(
+            f"schedule: {plan_text.schedule(plan.schedule)} cuts the sequence into {made.slices} slices, but the plan "
+            f"into {staged.slices}; plan again with this schedule"
+        )
     if made.places != (plan.place, *plan.mirrors[: staged.copies - 1]):
         raise ValueError(
             f"schedule: {plan_text.schedule(plan.schedule)} has its {made.stages} stages on the pipeline ranks "
@@ -37,7 +42,10 @@ def schedule(staged: Staged, plan: Plan) -> Scheduled:
     made = schedules.executable(made)
     if captured.deferred:
         _check_deferred(made)
-    edges = frozenset((edge.source, edge.target) for edge in staged.edges if edge.source < staged.depth)
+    width = staged.width
+    ends = {(edge.source % width, edge.target % width) for edge in staged.edges if edge.source < staged.depth}
+    # What slices of the sequence hand to each other stays on its stage.
+    edges = frozenset((source, target) for source, target in ends if source != target)
     return unfolded(schedules.lower(made, edges))
 
 
@@ -56,21 +64,22 @@ def _told(places: Sequence[tuple[int, ...]]) -> str:
 
 
 def unfolded(scheduled: Scheduled) -> Scheduled:
-    """With the stages of every copy of the model numbered through, as programs have them (`Staged.copies`).
+    """With the stages of every copy of the model, or slice of the sequence, numbered through, as programs have them.
 
-    before: 1F0 1F2p1   after: 1F0 3F2   (two copies of two stages)
+    before: 1F0 1F2p1   after: 1F0 3F2   (two copies, or slices (1F2s1), of two stages)
     """
     schedule = scheduled.schedule
-    if not schedule.mirrors:
+    if not schedule.mirrors and schedule.slices == 1:
         return scheduled
 
     def renumbered(action: Action) -> Action:
-        first = action.pipe * schedule.stages
+        first = (action.pipe + action.slice) * schedule.stages
         peer = action.peer + first if action.peer >= 0 else action.peer
-        return replace(action, stage=action.stage + first, peer=peer, pipe=0)
+        return replace(action, stage=action.stage + first, peer=peer, pipe=0, slice=0)
 
     table, lowered = (tuple(tuple(map(renumbered, row)) for row in rows) for rows in (schedule.table, scheduled.table))
-    whole = replace(schedule, place=sum(schedule.mirrors, schedule.place), table=table, mirrors=())
+    place = sum(schedule.mirrors, schedule.place) * schedule.slices
+    whole = replace(schedule, place=place, table=table, mirrors=(), slices=1)
     return Scheduled(whole, lowered)
 
 
@@ -102,7 +111,9 @@ def forwards_first(plan: Plan) -> Plan:
     """The plan with all forwards before all backwards, as steps without a loss need, if its schedule is another."""
     if placed.is_forwards_first(built(plan)):
         return plan
-    name = "gpipe" if plan.place == tuple(range(len(plan.place))) else None
+    option = f"lengths={plan.lengths}" if plan.lengths else f"slices={plan.slices}"
+    plain = "gpipe" if plan.slices == 1 else f"terapipe({option})"
+    name = plain if plan.place == tuple(range(len(plan.place))) else None
     return replace(plan, schedule=name or str(placed.forwards_first(plan.place, plan.microbatches)))
 
 

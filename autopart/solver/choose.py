@@ -118,6 +118,8 @@ def _plan(request: Request, chosen: Chosen, tensor: TensorPlan | None) -> Plan:
         fingerprint="",
         mirrors=candidate.schedule.mirrors,
         tensor=tensor,
+        slices=candidate.schedule.slices,
+        lengths=candidate.schedule.lengths,
     )
 
 
