@@ -122,15 +122,15 @@ class _TracedWorld:
 
 
 def stage_graphs(program: Program) -> tuple[StageGraphs, ...]:
-    """The graphs of every stage, at the size of the first microbatch of the plan's batch.
+    """The graphs of every stage (for every slice of the sequence), at the size of the batch's first microbatch.
 
     After them come those of the parts of an output layer: S for a forward, T for a backward.
     """
     plan, size = program.plan, program.plan.largest
     modules: dict[tuple[str, str], torch.fx.GraphModule] = {}
     stages = []
-    for number, stage in enumerate(plan.stages):
-        source = program.ranks[stage.ranks[0]].source
+    for number in range(program.staged.depth):
+        source = program.ranks[plan.stages[number % program.staged.width].ranks[0]].source
         forward = _trace(program, source, f"stage{number}_{SUFFIX[Kind.F]}", size, modules)
         names = (f"stage{number}_{SUFFIX[kind]}" for kind in (Kind.B, Kind.I, Kind.W))
         found = (_trace(program, source, n, size, modules) if f"def {n}(" in source else None for n in names)

@@ -12,22 +12,17 @@ def executable(schedule: Schedule) -> Schedule:
 
     Raises ValueError for one that can be built, checked and simulated, but not compiled yet, saying what it needs.
     """
-    needed = {
-        f"attention over {schedule.slices} slices of the sequence, keys and values kept between them": (
-            schedule.slices > 1
-        ),
-    }
     if schedule.weights is not Weights.SYNC:
         raise ValueError(
             f"schedule: {schedule.name!r} takes the optimizer's steps between the microbatches of one call, and never "
             "flushes; autopart.train_loop(model, optimizer, batches, schedule=...) trains so; '1f1b' runs the same "
             f"microbatches on {schedule.ranks} ranks and flushes after each batch"
         )
-    missing = [what for what, wanted in needed.items() if wanted]
-    if missing:
+    if schedule.slices > 1 and schedule.mirrors:
         raise ValueError(
-            f"schedule: {schedule.name!r} cannot be compiled yet, only simulated (autopart.schedules.simulate): "
-            f"it needs {' and '.join(missing)}; '1f1b' and 'gpipe' run the same microbatches on {schedule.ranks} ranks"
+            f"schedule: {schedule.name!r} cannot be compiled yet, only simulated (autopart.schedules.simulate): it needs "
+            "several copies of the model, each for slices of the sequence; '1f1b' and 'gpipe' run the same microbatches "
+            f"on {schedule.ranks} ranks"
         )
     # A forward before the backward that it was paired with: what waits for what, and is computed, stays the same.
     table = tuple(tuple(part for action in row for part in action.parts) for row in schedule.table)
