@@ -51,10 +51,11 @@ def schedule(staged: Staged, plan: Plan) -> Scheduled:
         )
     if captured.deferred:
         _check_deferred(made)
-    # What slices of the sequence hand to each other stays on its stage.
-    turn = staged.width if staged.slices > 1 else staged.depth + staged.parts  # the stages of one copy, of one slice
-    ends = {(e.source % turn, e.target % turn) for e in staged.edges if max(e.source, e.target) < turn * staged.slices}
-    edges = frozenset((source, target) for source, target in ends if source != target)
+    one, width = staged.depth + staged.parts, staged.width  # the stages of one copy of the model, and of one slice
+    ends = {(e.source, e.target) for e in staged.edges if max(e.source, e.target) < one}
+    if staged.slices > 1:  # what slices of the sequence hand to each other stays on its stage
+        ends = {(source % width, target % width) for source, target in ends if source % width != target % width}
+    edges = frozenset(ends)
     return unfolded(schedules.lower(made, edges))
 
 
@@ -95,7 +96,7 @@ def unfolded(scheduled: Scheduled) -> Scheduled:
         return scheduled
 
     def renumbered(action: Action) -> Action:
-        first = (action.pipe + action.slice + (action.kind in SHARED)) * schedule.stages
+        first = (action.pipe or action.slice or action.kind in SHARED) * schedule.stages
         peer = action.peer + first if action.peer >= 0 else action.peer  # of a message of the output layer: as it is
         return replace(action, stage=action.stage + first, peer=peer, pipe=0, slice=0)
 
