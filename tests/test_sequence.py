@@ -1,8 +1,10 @@
 """Slices of the sequence: closed forms, memory laws, the order that attention asks for."""
 
+from dataclasses import replace
+
 import pytest
 
-from autopart.schedules import build, simulate, validate
+from autopart.schedules import Link, build, read, simulate, spell, validate
 
 SIZES = [(p, m, k) for p in (1, 2, 3, 5) for m in (1, 2, 6) for k in (1, 2, 4)]
 
@@ -45,3 +47,39 @@ def test_bad_slices(slices, error):
     for name in ("terapipe", "seq1f1b"):
         with pytest.raises(error, match="slices must be"):
             build(name, ranks=2, microbatches=2, slices=slices)
+
+
+def test_lengths():
+    """Slices of given lengths share times, messages and what is kept by them; a name and a table say them."""
+    made = build("seq1f1b", ranks=2, microbatches=2, lengths=(3, 1, 2))
+    assert made.slices == 3 and made.name == spell(made) == "seq1f1b(lengths=(3, 1, 2))"
+    assert made.table == build("seq1f1b", ranks=2, microbatches=2, slices=3).table
+    table = replace(made, name="custom")
+    assert spell(table).startswith("lengths: 3 1 2\n0F0,") and read(spell(table)) == table
+    timeline = simulate(made, {"F": 6, "B": 12}, comm=Link(0.0, 0.6))
+    first = {span.action.slice: span.end - span.start for span in timeline.spans if str(span.action)[:3] == "0F0"}
+    assert first == {0: 3, 1: 1, 2: 2}
+    received = next(span for span in timeline.spans if str(span.action) == "1F0")
+    assert received.start == pytest.approx(3 + 0.3)
+    assert timeline.peak_activations == (9 / 6, 7 / 6)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"lengths": (3, 1), "slices": 3}, ValueError, r"slices=3 contradicts lengths=\(3, 1\), which are of 2 slices"),
+        ({"lengths": (3, 0)}, ValueError, "lengths must be at least 1, not 0"),
+        ({"lengths": (3, 1.5)}, TypeError, "lengths must be a whole number"),
+        ({"lengths": 3}, TypeError, r"lengths must be the tokens of each slice, such as \(5, 3\), not 3"),
+    ],
+)
+def test_bad_lengths(options, error, message):
+    with pytest.raises(error, match=message):
+        build("terapipe", ranks=2, microbatches=2, **options)
+
+
+def test_lengths_of_another_number_of_slices():
+    with pytest.raises(ValueError, match=r"lengths must be a token or more for each of 2 slices, not \(1, 2, 3\)"):
+        validate(replace(build("terapipe", ranks=1, microbatches=1, slices=2), lengths=(1, 2, 3)))
+    with pytest.raises(ValueError, match=r"is no setting; they are .*lengths: the tokens of each slice"):
+        read("lengths: many\n0F0,0B0")

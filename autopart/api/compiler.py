@@ -43,6 +43,7 @@ from autopart.passes.schedule import check_deferred
 from autopart.passes.schedule import schedule as scheduled
 from autopart.passes.segment import segment
 from autopart.passes.shard import shard
+from autopart.passes.slice_sequence import slice_sequence
 from autopart.passes.slices import least_samples
 from autopart.passes.split import split
 from autopart.passes.split_backward import split_backward
@@ -173,9 +174,13 @@ def lower(segmented: Segmented, plan: Plan, *, state: State | None = None, check
 
 
 def _staged(segmented: Segmented, plan: Plan, state: State | None = None) -> tuple[tuple[Staged, ...], Scheduled]:
-    """recompute, shard, split, schedule and split_backward; for every place where tensors are split inside segments."""
+    """slice_sequence, recompute, shard, split, schedule and split_backward.
+
+    For every place where tensors are split inside segments.
+    """
     check_recompute(segmented, plan)
-    made = [split(each, plan, state=state) for each in _sharded(segmented, plan, state)]
+    sliced = slice_sequence(segmented, plan.slices, plan.lengths)
+    made = [split(each, plan, state=state) for each in _sharded(sliced, plan, state)]
     lowered = scheduled(made[0], plan)
     return tuple(split_backward(each, lowered.schedule, samples=plan.largest) for each in made), lowered
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+from autopart import schedules
 from autopart.cluster import Cluster
+from autopart.ir.action import Action
 from autopart.ir.plan import Plan
 from autopart.ir.program import Program
 from autopart.passes.costs import costs
@@ -16,11 +20,12 @@ _THIRD = 1 / 3  # of a microbatch's seconds on a stage: for each product of a fo
 def simulate(program_or_plan: Program | Plan, cluster: Cluster | None = None) -> Timeline:
     """The timeline of one step's forwards and backwards, in seconds; collectives of the data axis are not in it.
 
-    Of a Program, each stage's forward and backward are timed by the roofline of `solver.timing` on the `cluster` (by
-    default CPUs), at the plan's largest microbatch, and an edge takes its bytes over a link. So are the halves of a
-    backward that is in two. Of a Plan alone a forward is a third of the seconds that it predicts, as is each half of a
-    backward (of the first stage's, W is all), and edges take no time. Raises ValueError for a cluster with a Plan,
-    which has the costs of one cluster only, or one with too few devices; TypeError for anything else.
+    Of a Program, each stage's forward and backward (of each slice of the sequence) are timed by the roofline of
+    `solver.timing` on the `cluster` (by default CPUs), at the plan's largest microbatch, and an edge takes its bytes
+    over a link. So are the halves of a backward that is in two. Of a Plan alone a forward is a third of the seconds
+    that it predicts, as is each half of a backward (of the first stage's, W is all), and edges take no time. Raises
+    ValueError for a cluster with a Plan, which has the costs of one cluster only, or one with too few devices;
+    TypeError for anything else.
     """
     if isinstance(program_or_plan, Plan):
         return _of_plan(program_or_plan, cluster)
@@ -37,9 +42,16 @@ def simulate(program_or_plan: Program | Plan, cluster: Cluster | None = None) ->
         rows = staged.stages[-staged.parts :]
         parts = [action_seconds([numbers[segment.name] for segment in row], cluster, first=False) for row in rows]
         seconds = [{**own, "S": part["F"], "T": part["B"]} for own, part in zip(seconds, parts, strict=True)]
-    edge = max((edge.nbytes(plan.largest) for edge in staged.edges), default=0)
+    width = staged.width
+    within = {(e.source, e.target) for e in staged.edges if staged.slices > 1 and e.source % width == e.target % width}
+    edge = max((e.nbytes(plan.largest) for e in staged.edges if (e.source, e.target) not in within), default=0)
     delay = cluster.link_latency + edge / cluster.link_bandwidth if edge else 0.0
-    return timeline(built(plan, training=program_or_plan.captured.training), seconds, delay)
+
+    def taking(kind: str) -> Callable[[Action], float]:
+        return lambda action: seconds[action.slice * width + action.stage][kind]
+
+    schedule = built(plan, training=program_or_plan.captured.training)
+    return schedules.simulate(schedule, {kind: taking(kind) for kind in seconds[0]}, delay)
 
 
 def _of_plan(plan: Plan, cluster: Cluster | None) -> Timeline:

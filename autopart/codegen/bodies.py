@@ -82,6 +82,6 @@ def _function(item: Layout, kind: Kind, name: str, doc: str) -> list[str]:
         phase.function.nodes,
         ", ".join(returned) or "None",
         doc=_DOC[kind].format(doc),
-        prefix=item.segment.name.split("@")[0],
+        prefix=item.segment.layer.split("@")[0],
         recomputes=kind not in _FORWARD and any(not node.backward for node in phase.function.nodes),
     )

@@ -129,8 +129,8 @@ def stage_graphs(program: Program) -> tuple[StageGraphs, ...]:
     plan, size = program.plan, program.plan.largest
     modules: dict[tuple[str, str], torch.fx.GraphModule] = {}
     stages = []
-    for number, stage in enumerate(plan.stages):
-        source = program.ranks[stage.ranks[0]].source
+    for number in range(program.staged.depth):
+        source = program.ranks[plan.stages[number % program.staged.width].ranks[0]].source
         forward = _trace(program, source, f"stage{number}_{SUFFIX[Kind.F]}", size, modules)
         names = (f"stage{number}_{SUFFIX[kind]}" for kind in (Kind.B, Kind.I, Kind.W))
         found = (_trace(program, source, n, size, modules) if f"def {n}(" in source else None for n in names)

@@ -97,6 +97,9 @@ def _copy(staged: Staged, stage: int) -> str:
     """What a stage is in which copy of the model, where there are several, or that it is a part of the output layer."""
     if staged.is_part(stage):
         return f" (this rank's part of the output layer, of {staged.parts})"
+    if staged.slices > 1:
+        piece, number = divmod(stage, staged.width)
+        return f" (stage {number} on slice {piece} of the sequence)"
     copy, number = divmod(stage, staged.depth)
     return f" (stage {number} of copy {copy} of the model)" if staged.copies > 1 else ""
 

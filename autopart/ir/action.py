@@ -143,10 +143,11 @@ class Schedule:
     """The compute actions of every pipeline rank, in order, and which pipeline rank holds each stage.
 
     ``place[s]`` is the pp rank of stage s; ``table[r]`` the actions of pp rank r. A microbatch is cut into `slices`
-    pieces along the sequence. `mirrors` has the places of further copies of the model: pipe 0 is that of `place`, pipe
-    k + 1 that of ``mirrors[k]``, and a microbatch travels one pipe. With `barriers` of 1 or 2 the output layer is split
-    over all ranks, which then perform an S and a T for each microbatch: the last stage's backward needs S of all ranks
-    where one barrier is enough, else T. Dependencies are derived from these, never stored (`schedules.dependencies`).
+    pieces along the sequence, of `lengths` tokens, by default as even as can be. `mirrors` has the places of further
+    copies of the model: pipe 0 is that of `place`, pipe k + 1 that of ``mirrors[k]``, and a microbatch travels one
+    pipe. With `barriers` of 1 or 2 the output layer is split over all ranks, which then perform an S and a T for each
+    microbatch: the last stage's backward needs S of all ranks where one barrier is enough, else T. Dependencies are
+    derived from these, never stored (`schedules.dependencies`).
     """
 
     name: str
@@ -158,6 +159,12 @@ class Schedule:
     weights: Weights = Weights.SYNC
     optimizer: Boundary = Boundary.BARRIER
     barriers: int = 0
+    lengths: tuple[int, ...] = ()
+
+    @property
+    def portions(self) -> tuple[int, ...]:
+        """How the slices of the sequence share what there is of a microbatch."""
+        return self.lengths or (1,) * self.slices
 
     @property
     def ranks(self) -> int:
@@ -192,15 +199,15 @@ class Schedule:
 
     def __str__(self) -> str:
         """One line a rank, actions separated by commas (the CSV form), after a line for each setting not the usual."""
-        usual = (Weights.SYNC, Boundary.BARRIER, 0)
-        given = (self.weights, self.optimizer, self.barriers)
+        usual = (Weights.SYNC, Boundary.BARRIER, 0, "")
+        given = (self.weights, self.optimizer, self.barriers, " ".join(map(str, self.lengths)))
         lines = [
             f"{name}: {value}" for name, value, plain in zip(SETTINGS, given, usual, strict=True) if value != plain
         ]
         return "\n".join([*lines, *(",".join(map(str, row)) for row in self.table)])
 
 
-SETTINGS = ("weights", "optimizer", "barriers")
+SETTINGS = ("weights", "optimizer", "barriers", "lengths")
 """What the text of a schedule says beside its actions."""
 
 

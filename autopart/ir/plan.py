@@ -87,6 +87,8 @@ class Plan:
     bucket: int = BUCKET  # bytes up to which parameters and gradients of layers in a row travel together
     tensor: TensorPlan | None = None  # what is split inside segments, where the mesh has an axis for that
     barriers: int = 0  # where the last segment, the output layer, is split over the pp ranks: those of the schedule
+    slices: int = 1  # the pieces into which the schedule cuts the sequence
+    lengths: tuple[int, ...] = ()  # the tokens of each; without them, as even as can be
 
     def __post_init__(self) -> None:
         columns = [stage_ranks(self.mesh, column) for column in range(self.mesh.degree("pp"))]
@@ -108,6 +110,14 @@ class Plan:
             raise ValueError(
                 f"plan: an output layer split over the pipeline ranks by {self.barriers} barriers needs one stage a "
                 "rank, one copy of the model, and one barrier or two"
+            )
+        if self.slices < 1 or len(self.lengths) not in (0, self.slices):
+            raise ValueError(f"plan: {self.slices} slices of the sequence cannot have the lengths {self.lengths}")
+        if self.slices > 1 and self.tensor is not None:
+            raise ValueError(
+                f"schedule: {plan_text.schedule(self.schedule)} cuts the sequence into {self.slices} slices, which is not "
+                "done yet where a mesh axis splits tensors inside segments; pin a schedule of whole sequences, such as "
+                "schedule='1f1b', or a mesh of pp and dp"
             )
         names = [name for stage in self.stages for name in stage.segments]
         if len(set(names)) != len(names) or not all(stage.segments for stage in self.stages):
@@ -137,12 +147,14 @@ class Plan:
         """The pp rank of each stage, in the first copy of the model."""
         return tuple(self.mesh.coordinate(stage.ranks[0]).get("pp", 0) for stage in self.stages)
 
-    def places(self, copies: int) -> tuple[int, ...]:
+    def places(self, copies: int, slices: int = 1) -> tuple[int, ...]:
         """The pp rank of each stage of the first `copies` copies of the model, one copy's after the other's.
 
-        The parts of an output layer that is split over the pp ranks are further stages.
+        Those of the slices of the sequence likewise. The parts of an output layer that is split over the pp ranks are
+        further stages.
         """
-        return sum(self.mirrors[: copies - 1], self.place) + tuple(range(self.mesh.degree("pp") * bool(self.barriers)))
+        parts = tuple(range(self.mesh.degree("pp") * bool(self.barriers)))
+        return sum(self.mirrors[: copies - 1], self.place) * slices + parts
 
     def together(self, stage: int) -> tuple[int, ...]:
         """The stages that are held where a stage is in the first copy, by whichever copy."""

@@ -76,7 +76,7 @@ class Segment:
     `forward_parameters` and `backward_parameters` are targets, in the order of the body's formals. `gradients` pairs
     each parameter gradient that the backward returns, after the `backward_outputs`, with its parameter; `updates` are
     the buffers of which the forward returns the new values, after the `outputs`. `halves` are those of I and of W,
-    where the body has them; all parameter gradients are W's.
+    where the body has them; all parameter gradients are W's. `slice` is the piece of the sequence that it works on.
     """
 
     name: str
@@ -92,6 +92,12 @@ class Segment:
     backward_outputs: tuple[str, ...] = ()
     gradients: tuple[str, ...] = ()
     halves: tuple[Half, Half] | None = None
+    slice: int = 0
+
+    @property
+    def layer(self) -> str:
+        """The name of the segment that does the same for the first slice: its own but for the slice's."""
+        return self.name.removeprefix(f"slice{self.slice}.") if self.slice else self.name
 
     @property
     def parameters(self) -> tuple[str, ...]:
@@ -138,7 +144,7 @@ class Here:
 
 @dataclass(frozen=True, slots=True)
 class Segmented:
-    """The segments in order, their bodies, and the graph they come from.
+    """The segments in order, their bodies, and the graph they come from; `homes`: the segment of each of its nodes.
 
     Where a mesh axis splits the tensors inside segments, the bodies are those of one place of it, and `here` says which
     that is; `captured` is the whole step all the same.
@@ -148,6 +154,7 @@ class Segmented:
     captured: Captured
     bodies: tuple[Body, ...]
     segments: tuple[Segment, ...]
+    homes: tuple[int, ...]
     here: Here | None = None
     made: tuple[Value, ...] = ()
 

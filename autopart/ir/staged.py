@@ -43,7 +43,9 @@ class Staged:
     microbatches differ. Without it they are B.
 
     A schedule may place several `copies` of the model, of which a microbatch travels one. They are stages of their own:
-    of S stages a copy, stage s of copy c is number c S + s, has the same segments and uses the same units.
+    of S stages a copy, stage s of copy c is number c S + s, has the same segments and uses the same units. So are the
+    `slices` of the sequence: of S stages, stage s of slice j is number j S + s, on the rank of stage s, whose units it
+    uses; a microbatch passes all of them.
 
     Where the output layer is split over the pipeline ranks, its `parts` are the last stages, one a rank: they have S
     and T in place of forward and backward.
@@ -56,15 +58,24 @@ class Staged:
     backwards: tuple[tuple[Kind, ...], ...] = ()
     copies: int = 1
     parts: int = 0
+    slices: int = 1
 
     @property
     def depth(self) -> int:
-        """The number of stages of a copy of the model, without the parts of its output layer."""
+        """The number of stages that a microbatch passes: those of a copy of the model, in every slice.
+
+        The parts of its output layer are not among them.
+        """
         return (len(self.stages) - self.parts) // self.copies
 
     def is_part(self, stage: int) -> bool:
         """Whether a stage is a part of the output layer."""
         return stage >= len(self.stages) - self.parts
+
+    @property
+    def width(self) -> int:
+        """The number of stages that a slice of the sequence passes."""
+        return self.depth // self.slices
 
     @property
     def segmented(self) -> Segmented:

@@ -49,7 +49,8 @@ def build(captured: Captured, names: list[str], home: Mapping[str, int]) -> Segm
         if number == len(bodies):
             bodies.append(_localised(flow, values, targets, wishes))
         segments.append(replace(flow.segment, body=number))
-    return Segmented(captured, tuple(_named(bodies, segments)), tuple(segments))
+    homes = tuple(home[node.names()[0]] for node in captured.nodes)
+    return Segmented(captured, tuple(_named(bodies, segments)), tuple(segments), homes)
 
 
 def _draw_wish(target: str) -> str:

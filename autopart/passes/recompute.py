@@ -30,7 +30,7 @@ def recompute(segmented: Segmented, names: Iterable[str] = ()) -> Segmented:
     made: dict[object, _Made] = {}
     keys = []
     for segment in segmented.segments:
-        body, whole = segmented.bodies[segment.body], segment.name in names
+        body, whole = segmented.bodies[segment.body], segment.layer in names
         incoming = zip(body.forward.inputs, (*segment.values, *segment.forward_fixed), strict=False)
         moving = frozenset(value.name for value, name in incoming if name in updated)
         keys.append((segment.body, whole, moving))

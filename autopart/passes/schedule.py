@@ -32,6 +32,11 @@ def schedule(staged: Staged, plan: Plan) -> Scheduled:
     if captured.training and overlaps(plan.schedule):
         return _endless(staged, plan)
     made = built(plan, training=captured.training)
+    if made.slices != staged.slices:
+        raise ValueError(
+            f"schedule: {plan_text.schedule(plan.schedule)} cuts the sequence into {made.slices} slices, but the plan "
+            f"into {staged.slices}; plan again with this schedule"
+        )
     if made.places != (plan.place, *plan.mirrors[: staged.copies - 1]):
         raise ValueError(
             f"schedule: {plan_text.schedule(plan.schedule)} has its {made.stages} stages on the pipeline ranks "
@@ -46,8 +51,11 @@ def schedule(staged: Staged, plan: Plan) -> Scheduled:
         )
     if captured.deferred:
         _check_deferred(made)
-    one = staged.depth + staged.parts  # the stages of one copy of the model
-    edges = frozenset((e.source, e.target) for e in staged.edges if max(e.source, e.target) < one)
+    one, width = staged.depth + staged.parts, staged.width  # the stages of one copy of the model, and of one slice
+    ends = {(e.source, e.target) for e in staged.edges if max(e.source, e.target) < one}
+    if staged.slices > 1:  # what slices of the sequence hand to each other stays on its stage
+        ends = {(source % width, target % width) for source, target in ends if source % width != target % width}
+    edges = frozenset(ends)
     return unfolded(schedules.lower(made, edges))
 
 
@@ -76,25 +84,26 @@ def _told(places: Sequence[tuple[int, ...]]) -> str:
 
 
 def unfolded(scheduled: Scheduled) -> Scheduled:
-    """With the stages of every copy of the model numbered through, as programs have them (`Staged.copies`).
+    """With the stages of every copy of the model, or slice of the sequence, numbered through, as programs have them.
 
     So are the parts of an output layer.
 
-    before: 1F0 1F2p1   after: 1F0 3F2   (two copies of two stages)
+    before: 1F0 1F2p1   after: 1F0 3F2   (two copies, or slices (1F2s1), of two stages)
     before: 1F0 1S0     after: 1F0 3S0   (an output layer split over two stages)
     """
     schedule = scheduled.schedule
-    if not schedule.mirrors and not schedule.barriers:
+    if not schedule.mirrors and not schedule.barriers and schedule.slices == 1:
         return scheduled
 
     def renumbered(action: Action) -> Action:
-        first = (action.pipe or action.kind in SHARED) * schedule.stages
+        first = (action.pipe or action.slice or action.kind in SHARED) * schedule.stages
         peer = action.peer + first if action.peer >= 0 else action.peer  # of a message of the output layer: as it is
-        return replace(action, stage=action.stage + first, peer=peer, pipe=0)
+        return replace(action, stage=action.stage + first, peer=peer, pipe=0, slice=0)
 
     table, lowered = (tuple(tuple(map(renumbered, row)) for row in rows) for rows in (schedule.table, scheduled.table))
     parts = tuple(range(schedule.ranks * bool(schedule.barriers)))
-    whole = replace(schedule, place=sum(schedule.mirrors, schedule.place) + parts, table=table, mirrors=())
+    place = sum(schedule.mirrors, schedule.place) * schedule.slices + parts
+    whole = replace(schedule, place=place, table=table, mirrors=(), slices=1)
     return Scheduled(whole, lowered)
 
 
@@ -126,7 +135,9 @@ def forwards_first(plan: Plan) -> Plan:
     """The plan with all forwards before all backwards, as steps without a loss need, if its schedule is another."""
     if placed.is_forwards_first(built(plan)):
         return plan
-    name = "gpipe" if plan.place == tuple(range(len(plan.place))) else None
+    option = f"lengths={plan.lengths}" if plan.lengths else f"slices={plan.slices}"
+    plain = "gpipe" if plan.slices == 1 else f"terapipe({option})"
+    name = plain if plan.place == tuple(range(len(plan.place))) else None
     return replace(plan, schedule=name or str(placed.forwards_first(plan.place, plan.microbatches)))
 
 

@@ -36,7 +36,8 @@ def split(sharded: Sharded, plan: Plan, *, state: State | None = None) -> Staged
     the step makes anything but sums over the batch, of which every copy would have some samples; where the output layer
     is split over the pipeline ranks, if it cannot be.
     """
-    stages, parameters = _stages(sharded.segmented, plan), dict[str, Parameter]()
+    slices = 1 + max(segment.slice for segment in sharded.segmented.segments)
+    stages, parameters = _stages(sharded.segmented, plan, slices), dict[str, Parameter]()
     if plan.barriers:
         divided = split_output(sharded, stages, plan.barriers)
         sharded, stages, parameters = divided.sharded, divided.stages, dict(divided.parameters)
@@ -55,7 +56,7 @@ def split(sharded: Sharded, plan: Plan, *, state: State | None = None) -> Staged
         for first in range(0, copies * len(stages), len(stages))
         for edge in _edges(segmented, stages)
     )
-    return Staged(sharded, stages * copies, edges, state, copies=copies, parts=parts)
+    return Staged(sharded, stages * copies, edges, state, copies=copies, parts=parts, slices=slices)
 
 
 def undivided(captured: Captured) -> str:
@@ -76,9 +77,9 @@ def _check_copies(captured: Captured, plan: Plan) -> None:
         )
 
 
-def _stages(segmented: Segmented, plan: Plan) -> tuple[tuple[Segment, ...], ...]:
-    """A stage begins at the segment named first in the plan's stage."""
-    names = [segment.name for segment in segmented.segments]
+def _stages(segmented: Segmented, plan: Plan, slices: int) -> tuple[tuple[Segment, ...], ...]:
+    """A stage begins at the segment named first in the plan's stage; the stages of each slice of the sequence alike."""
+    names = [segment.name for segment in segmented.segments if not segment.slice]
     starts = [0]
     for stage in plan.stages[1:]:
         if stage.segments[0] not in names[starts[-1] + 1 :]:
@@ -88,7 +89,9 @@ def _stages(segmented: Segmented, plan: Plan) -> tuple[tuple[Segment, ...], ...]
             )
         starts.append(names.index(stage.segments[0], starts[-1] + 1))
     ends = [*starts[1:], len(names)]
-    return tuple(segmented.segments[start:end] for start, end in zip(starts, ends, strict=True))
+    firsts = range(0, slices * len(names), len(names))
+    spans = [(first + start, first + end) for first in firsts for start, end in zip(starts, ends, strict=True)]
+    return tuple(segmented.segments[start:end] for start, end in spans)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,26 +111,27 @@ def place(
 ) -> State:
     """Put every used parameter in a unit: a segment's own together, those of several segments alone.
 
-    A unit is on the stages that use it in every copy of the model. `parts` are those of parameters of the output layer,
-    by their targets.
+    A unit is on the stages that use it in every copy of the model, and in every slice of the sequence. `parts` are
+    those of parameters of the output layer, by their targets.
     """
     captured, pieces = segmented.captured, segmented.pieces()
     users: dict[str, list[tuple[int, str]]] = {}
     for number, stage in enumerate(stages):
         for segment in stage:
             for target in segment.parameters:
-                users.setdefault(target, []).append((number, segment.name))
+                users.setdefault(target, []).append((number, segment.layer))
     inputs = {item.target: item for item in captured.of_kind("parameter")}
     graded = {out.target for out in captured.outputs if out.kind == "grad"}
     groups: dict[_Kind, list[str]] = {}
     for target, used in users.items():
         name = parts[target].name if target in parts else target
-        item, shared = inputs[name], len(used) > 1
+        item, shared = inputs[name], len({layer for _, layer in used}) > 1
         modes = plan.placement_of(name).on("dp")
         owner, grad = target if shared else used[0][1], item.requires_grad
         kind = _Kind(owner, shared, grad, grad and name in graded, item.value.dtype, modes)
         groups.setdefault(kind, []).append(target)
-    places = plan.places(1 + len(plan.mirrors))
+    places = plan.places(1 + len(plan.mirrors), plan.slices)
+    depth = len(plan.stages) * (1 + bool(plan.barriers))
     units: list[Unit] = []
     taken: Counter[str] = Counter()
     for kind, targets in groups.items():
@@ -139,8 +143,8 @@ def place(
             else Parameter.of(target, inputs[target].value.at(1), kind.dtype, pieces.get(target))
             for target in targets
         )
-        first = {number for target in targets for number, _ in users[target]}
-        holders = tuple(s for s in range(len(places)) if s % len(stages) in first)
+        first = {number % depth for target in targets for number, _ in users[target]}
+        holders = tuple(s for s in range(len(places)) if s % depth in first)
         columns = tuple(sorted({places[number] for number in holders}))
         units.append(Unit(name, parameters, kind.trainable, kind.modes, holders, columns))
     return State(tuple(units), tuple(item.target for item in captured.of_kind("buffer", "constant")), plan.bucket)

@@ -191,16 +191,19 @@ def argument(node: Node, path: ArgPath) -> Arg:
 
 def with_argument(node: Node, path: ArgPath, new: Arg) -> Node:
     """The node with another argument at a path."""
+    return with_arguments(node, {path: new})
 
-    def put(arg: Arg, rest: ArgPath) -> Arg:
-        if not rest:
-            return new
-        return tuple(put(item, rest[1:]) if i == rest[0] else item for i, item in enumerate(arg))
 
-    first, rest = path[0], path[1:]
-    if isinstance(first, str):
-        return replace(node, kwargs=tuple((key, put(arg, rest) if key == first else arg) for key, arg in node.kwargs))
-    return replace(node, args=tuple(put(arg, rest) if i == first else arg for i, arg in enumerate(node.args)))
+def with_arguments(node: Node, new: Mapping[ArgPath, Arg]) -> Node:
+    """The node with other arguments at some paths."""
+
+    def put(arg: Arg, path: ArgPath) -> Arg:
+        if path in new:
+            return new[path]
+        return tuple([put(item, (*path, i)) for i, item in enumerate(arg)]) if isinstance(arg, tuple | list) else arg
+
+    kwargs = tuple([(key, put(arg, (key,))) for key, arg in node.kwargs])
+    return replace(node, args=tuple([put(arg, (i,)) for i, arg in enumerate(node.args)]), kwargs=kwargs)
 
 
 def bind(node: Node, values: Mapping[str, Value]) -> Call:

@@ -13,8 +13,9 @@ def executable(schedule: Schedule) -> Schedule:
     Raises ValueError for one that can be built, checked and simulated, but not compiled yet, saying what it needs.
     """
     needed = {
-        f"attention over {schedule.slices} slices of the sequence, keys and values kept between them": (
-            schedule.slices > 1
+        "several copies of the model, each for slices of the sequence": schedule.slices > 1 and bool(schedule.mirrors),
+        "an output layer split over the pipeline ranks, and slices of the sequence": (
+            schedule.slices > 1 and schedule.barriers > 0
         ),
     }
     if schedule.weights is not Weights.SYNC:

@@ -58,7 +58,7 @@ def links(schedule: Schedule, comm: Comm) -> Callable[[Action, Action], Link]:
     A message of a slice holds it for that slice's share of the transfer. Barriers of the optimizer are free. Raises
     ValueError for times below 0 and, when asked, for an edge that a mapping lacks.
     """
-    found: dict[tuple[int, int], Link] = {}
+    found: dict[tuple[int, int, int], Link] = {}
     if isinstance(comm, float | int | Link):
         _link(comm, schedule.slices)
 
@@ -66,9 +66,9 @@ def links(schedule: Schedule, comm: Comm) -> Callable[[Action, Action], Link]:
         if action.kind is Kind.OPT:
             return FREE
         edge = (need.stage, action.stage)
-        if edge not in found:
-            found[edge] = _link(_of_edge(comm, edge), schedule.slices)
-        return found[edge]
+        if (*edge, need.slice) not in found:
+            found[*edge, need.slice] = _link(_of_edge(comm, edge), _slices_like(schedule, need.slice))
+        return found[*edge, need.slice]
 
     return between
 
@@ -81,7 +81,12 @@ def _of_edge(comm: Comm, edge: tuple[int, int]) -> float | Link:
     return comm(*edge) if callable(comm) else comm
 
 
-def _link(given: float | Link, slices: int) -> Link:
+def _slices_like(schedule: Schedule, piece: int) -> float:
+    """How many slices like one of a schedule's would make up the sequence."""
+    return sum(schedule.portions) / schedule.portions[piece]
+
+
+def _link(given: float | Link, slices: float) -> Link:
     link = given if isinstance(given, Link) else Link(given)
     if not all(math.isfinite(time) and time >= 0 for time in (link.latency, link.transfer)):
         raise ValueError(f"comm must be a latency of at least 0, or a Link of such times, not {given}")
@@ -92,8 +97,8 @@ def _price(schedule: Schedule, kind: Kind, cost: Cost) -> Price:
     if callable(cost):
         return lambda action: _time(kind, cost(action), cost)
     times = [by_stage(place, kind, cost) for place in schedule.places]
-    slices = 1 if kind is Kind.OPT else schedule.slices
-    return lambda action: times[action.pipe][action.stage] / slices
+    shares = [1.0 if kind is Kind.OPT else _slices_like(schedule, piece) for piece in range(schedule.slices)]
+    return lambda action: times[action.pipe][action.stage] / shares[action.slice]
 
 
 def by_stage(place: Sequence[int], kind: Kind, cost: float | Sequence[float] | Mapping[int, float]) -> list[float]:

@@ -7,24 +7,46 @@ microbatch: the bubble of both families is (p-1)(F+B)/k.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import product
 
 from autopart.ir.action import Action, Kind, Schedule
 from autopart.schedules.family import Family, check_count
 from autopart.schedules.rows import in_turn
 
-
-def terapipe(ranks: int, microbatches: int, slices: int = 4) -> Schedule:
-    """All forwards in the order of microbatches and slices, then all backwards, the slices of each in reverse."""
-    check_count("slices", slices)
-    return _schedule("terapipe", ranks, microbatches, slices, [ranks * microbatches * slices] * ranks)
+SLICES = 4
+"""How many slices there are if nothing says otherwise."""
 
 
-def seq1f1b(ranks: int, microbatches: int, slices: int = 4) -> Schedule:
-    """1F1B of slices: p-1-r + k-1 of them to warm up, so that the first microbatch's last slice has its forward."""
-    check_count("slices", slices)
+def terapipe(ranks: int, microbatches: int, slices: int = SLICES, lengths: Sequence[int] = ()) -> Schedule:
+    """All forwards in the order of microbatches and slices, then all backwards, the slices of each in reverse.
+
+    `lengths` are the tokens of each slice (`slice_lengths` finds the best); without them they are as even as can be.
+    """
+    slices = _counted(slices, lengths)
+    return _schedule("terapipe", ranks, microbatches, lengths, slices, [ranks * microbatches * slices] * ranks)
+
+
+def seq1f1b(ranks: int, microbatches: int, slices: int = SLICES, lengths: Sequence[int] = ()) -> Schedule:
+    """1F1B of slices: p-1-r + k-1 of them to warm up, so that the first microbatch's last slice has its forward.
+
+    `lengths` as in `terapipe`.
+    """
+    slices = _counted(slices, lengths)
     warmups = [ranks - 1 - rank + slices - 1 for rank in range(ranks)]
-    return _schedule("seq1f1b", ranks, microbatches, slices, warmups)
+    return _schedule("seq1f1b", ranks, microbatches, lengths, slices, warmups)
+
+
+def _counted(slices: int, lengths: Sequence[int]) -> int:
+    """The number of slices, that of `lengths` if there are any."""
+    check_count("slices", slices)
+    if not isinstance(lengths, tuple | list):
+        raise TypeError(f"lengths must be the tokens of each slice, such as (5, 3), not {lengths!r}")
+    for length in lengths:
+        check_count("lengths", length)
+    if lengths and slices not in (SLICES, len(lengths)):
+        raise ValueError(f"slices={slices} contradicts lengths={tuple(lengths)}, which are of {len(lengths)} slices")
+    return len(lengths) or slices
 
 
 FAMILIES = (
@@ -46,7 +68,9 @@ FAMILIES = (
 """The training families of this file."""
 
 
-def _schedule(name: str, ranks: int, microbatches: int, slices: int, warmups: list[int]) -> Schedule:
+def _schedule(
+    name: str, ranks: int, microbatches: int, lengths: Sequence[int], slices: int, warmups: list[int]
+) -> Schedule:
     """Forwards ahead of the backwards by a number of slices, rank by rank; then both in turn."""
     table = []
     for rank, ahead in enumerate(warmups):
@@ -54,4 +78,5 @@ def _schedule(name: str, ranks: int, microbatches: int, slices: int, warmups: li
         forwards = tuple(Action(Kind.F, rank, *unit) for unit in product(range(microbatches), pieces))
         backwards = tuple(Action(Kind.B, rank, *unit) for unit in product(range(microbatches), reversed(pieces)))
         table.append(in_turn(forwards, backwards, ahead))
-    return Schedule(name, microbatches, tuple(range(ranks)), tuple(table), slices=slices)
+    place = tuple(range(ranks))
+    return Schedule(name, microbatches, place, tuple(table), slices=slices, lengths=tuple(lengths))

@@ -38,9 +38,9 @@ class Timeline:
     `busy` in the two bubbles is the work of the busiest rank. `flush_bubble` is makespan - busy: what is lost when all
     ranks wait for each other before the optimizer steps. `span_bubble` is the longest time from a rank's first start to
     its last end, - busy: what is lost when each rank steps alone. `peak_activations` counts, for each rank,
-    microbatches on a rank-share (1 / number of the rank's stages in the pipe for each stage, and 1 / number of slices
-    for each slice), held from F to the end of B, or of W where they are split. `period` is how much later the last of
-    several iterations ends than the one before it.
+    microbatches on a rank-share (1 / number of the rank's stages in the pipe for each stage, and 1 / number of slices,
+    or its part of the lengths, for each slice), held from F to the end of B, or of W where they are split. `period` is
+    how much later the last of several iterations ends than the one before it.
     """
 
     makespan: float
@@ -178,10 +178,11 @@ def _peak(schedule: Schedule, rank: int) -> float:
     parts = [part for action in schedule.table[rank] for part in action.parts]
     if all(part.kind is Kind.F for part in parts):
         return 0.0
-    shares = [place.count(rank) * schedule.slices for place in schedule.places]
+    portions = schedule.portions
+    shares = [place.count(rank) * sum(portions) for place in schedule.places]
     whole = lcm(*(share for share in shares if share))
     change = {Kind.F: 1, **dict.fromkeys(ENDS, -1)}
-    held = accumulate(change.get(part.kind, 0) * whole // shares[part.pipe] for part in parts)
+    held = accumulate(change.get(part.kind, 0) * portions[part.slice] * (whole // shares[part.pipe]) for part in parts)
     return max(held) / whole
 
 

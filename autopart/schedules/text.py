@@ -74,12 +74,17 @@ def grid(table: Table, marks: Mapping[tuple[int, int], str]) -> str:
 def _read_setting(number: int, line: str) -> tuple[str, Any]:
     """The name and the value of a setting."""
     name, value = (part.strip() for part in line.split(":", 1))
-    kinds: dict[str, Any] = dict(zip(SETTINGS, (Weights, Boundary, int), strict=True))
+    kinds: dict[str, Any] = dict(zip(SETTINGS, (Weights, Boundary, int, _numbers), strict=True))
     try:
         return name, kinds[name](value)
     except (KeyError, ValueError):
         takes = f"weights: {' | '.join(Weights)}, optimizer: {' | '.join(Boundary)}, barriers: 0 | 1 | 2"
+        takes += ", lengths: the tokens of each slice"
         raise ValueError(f"schedule: line {number}: {line.strip()!r} is no setting; they are {takes}") from None
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(map(int, text.split()))
 
 
 def _read_row(number: int, line: str) -> tuple[Action, ...]:

@@ -73,6 +73,11 @@ def _check_settings(schedule: Schedule) -> None:
     for count, value in (("microbatches", schedule.microbatches), ("slices", schedule.slices)):
         if value < 1:
             raise ValueError(f"schedule {name!r}: {count} must be at least 1, not {value}")
+    if schedule.lengths and (len(schedule.lengths) != schedule.slices or min(schedule.lengths) < 1):
+        raise ValueError(
+            f"schedule {name!r}: lengths must be a token or more for each of {schedule.slices} slices, not "
+            f"{schedule.lengths}"
+        )
     for pipe, place in enumerate(schedule.places):
         of = f" of pipe {pipe}" if schedule.mirrors else ""
         if len(place) != schedule.stages:

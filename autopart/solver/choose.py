@@ -135,6 +135,8 @@ def _plan(request: Request, chosen: Chosen, tensor: TensorPlan | None) -> Plan:
         mirrors=candidate.schedule.mirrors,
         tensor=tensor,
         barriers=candidate.schedule.barriers,
+        slices=candidate.schedule.slices,
+        lengths=candidate.schedule.lengths,
     )
 
 

@@ -24,15 +24,16 @@ from autopart.solver.split import Moment
 def in_flight(schedule: Schedule) -> tuple[Moment, ...]:
     """The moments at which a rank keeps most, by the schedule's own table: how many microbatches each stage keeps then.
 
-    A microbatch is kept from its F to the end of its backward, before which a rank keeps most. Of two moments of a
-    rank, one at which no stage keeps more than at the other is left out.
+    A microbatch is kept from its F to the end of its backward, before which a rank keeps most; slices of the sequence
+    count as whole microbatches, rounded up. Of two moments of a rank, one at which no stage keeps more than at the
+    other is left out.
     """
     found: list[Moment] = []
     for rank, row in enumerate(schedule.table):
         counts, moments = [0] * schedule.stages, set[tuple[int, ...]]()
         for action in row:
             if action.kind in ENDS:
-                moments.add(tuple(counts))
+                moments.add(tuple(-(-count // schedule.slices) for count in counts))
             counts[action.stage] += (action.kind is Kind.F) - (action.kind in ENDS)
         most = [m for m in moments if not any(m != n and all(map(le, m, n)) for n in moments)]
         found += [(moment, rank) for moment in sorted(most)]

@@ -44,7 +44,7 @@ PORTFOLIO = (
     *("hanayo", "dualpipev", "zeropp", "gis", "2bp-1f1b", "2bp-gpipe", "gpipe", "bfs", "hanayo(waves=2)"),
     *(f"{name}(chunks={v})" for v in (3, 4) for name in ("interleaved-zb", "interleaved", "zeropp", "gis", "bfs")),
 )
-"""The schedules that are looked at: every family of one copy of the model that programs run, the likely ones first."""
+"""What is looked at: every family of one copy of the model and whole sequences that programs run, likely ones first."""
 
 LOOKED = 60_000
 """How many actions of families are looked at: those that come later in `PORTFOLIO` are left out."""

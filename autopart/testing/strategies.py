@@ -13,12 +13,15 @@ from autopart import _torch
 from autopart import schedules as families
 from autopart.api.compiler import captured_step, solve
 from autopart.capture import read
+from autopart.errors import CaptureError
 from autopart.ir.action import Schedule
+from autopart.ir.captured import Captured
 from autopart.ir.mesh import Mesh
 from autopart.ir.placement import PRESETS
 from autopart.ir.plan import Plan
 from autopart.passes.segment import segment
 from autopart.passes.split import undivided
+from autopart.passes.tokens import depend
 
 
 @st.composite
@@ -57,6 +60,14 @@ def _executed(schedule: Schedule) -> bool:
     return True
 
 
+def _tokens(captured: Captured) -> int:
+    """Into how many slices of the sequence a step can be cut."""
+    try:
+        return 1 if captured.updates() else depend(captured).length
+    except CaptureError:
+        return 1
+
+
 @st.composite
 def plans(
     draw: st.DrawFn,
@@ -79,7 +90,12 @@ def plans(
     microbatches = draw(st.integers(1, captured.batch // mesh.degree("dp")))
     built = filter(_executed, _built(mesh.degree("pp"), microbatches))
     whole = bool(undivided(captured))
-    able = [each for each in built if each.stages <= len(names) and not (each.mirrors and whole)]
+    tokens = _tokens(captured)
+    able = [
+        each
+        for each in built
+        if each.stages <= len(names) and not (each.mirrors and whole) and each.slices in range(1, tokens + 1)
+    ]
     schedule = draw(st.sampled_from(able))
     cuts = sorted(
         draw(st.sets(st.integers(1, len(names) - 1), min_size=schedule.stages - 1, max_size=schedule.stages - 1))
