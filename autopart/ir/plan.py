@@ -115,9 +115,8 @@ class Plan:
             raise ValueError(f"plan: {self.slices} slices of the sequence cannot have the lengths {self.lengths}")
         if self.slices > 1 and self.tensor is not None:
             raise ValueError(
-                f"schedule: {plan_text.schedule(self.schedule)} cuts the sequence into {self.slices} slices, which is not "
-                "done yet where a mesh axis splits tensors inside segments; pin a schedule of whole sequences, such as "
-                "schedule='1f1b', or a mesh of pp and dp"
+                f"schedule: {plan_text.schedule(self.schedule)} cuts the sequence into {self.slices} slices, which is "
+                "not done yet where a mesh axis splits tensors inside segments; pin schedule='1f1b', say, or pp and dp"
             )
         names = [name for stage in self.stages for name in stage.segments]
         if len(set(names)) != len(names) or not all(stage.segments for stage in self.stages):
