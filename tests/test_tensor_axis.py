@@ -255,7 +255,7 @@ def test_bytes_of_a_layer_are_megatrons() -> None:
         report = mine.report()
         assert all(rank.bytes_sent == rank.predicted_bytes for rank in report.ranks)
         sent.append(report.bytes_sent["all_reduce"])
-        assert all(rank.peak_activations == rank.predicted_activations for rank in report.ranks)
+    assert all(rank.peak_activations == rank.predicted_activations for rank in report.ranks)
     assert sent[1] - sent[0] == 8 * SAMPLES * LENGTH * WIDTH * (2 - 1) // 2 * 8
 
 
