@@ -35,6 +35,7 @@ from tests.tensor_axis import (
     soak,
     solved,
 )
+from tests.zoo import VARIANTS, ZOO
 
 # ---- parity ----------------------------------------------------------------------------------------------------------
 
@@ -95,6 +96,27 @@ def test_any_cluster_and_any_pins(seed: int) -> None:
             placement = wish
     plan = solve(segmented, mesh=mesh, cluster=cluster, placement=placement, **pins)
     assert_parity(model, args, plan=lower(segmented, plan), capture="direct", steps=2)
+
+
+ZOO_ROWS = [
+    ("resnet-batchnorm", {"dp": 2, "tp": 2}),
+    ("unet-transposed", {"tp": 3}),
+    ("vit-dropout", {"pp": 2, "tp": 2}),
+    ("bert", {"dp": 2, "tp": 2}),
+    ("t5", {"pp": 2, "tp": 2}),
+    ("lora", {"dp": 2, "tp": 2}),
+    ("mixture", {"tp": 2}),
+    ("lstm", {"tp": 2}),
+    ("einsum", {"tp": 2}),
+]
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("name", "mesh"), ZOO_ROWS)
+def test_ordinary_models(name: str, mesh: dict[str, int]) -> None:
+    specimen = {**ZOO, **VARIANTS}[name]()
+    kinds = {"batch": specimen.batch, "semantics": specimen.semantics, "capture": specimen.capture}
+    assert_parity(specimen.model, specimen.args, specimen.kwargs, mesh=mesh, cluster=CHEAP, steps=2, **kinds)
 
 
 @pytest.mark.soak
@@ -255,6 +277,7 @@ def test_bytes_of_a_layer_are_megatrons() -> None:
         report = mine.report()
         assert all(rank.bytes_sent == rank.predicted_bytes for rank in report.ranks)
         sent.append(report.bytes_sent["all_reduce"])
+    assert all(rank.peak_activations == rank.predicted_activations for rank in report.ranks)
     assert sent[1] - sent[0] == 8 * SAMPLES * LENGTH * WIDTH * (2 - 1) // 2 * 8
 
 
