@@ -103,7 +103,6 @@ def test_pins_are_kept() -> None:
         ({"tp": 2}, {"out": {"tp": Partial()}}, TypeError, "autopart.Shard"),
         ({"tp": 6}, {"out.bias": {"tp": Shard(0)}}, ValueError, "'out.bias' cannot be Shard.0. on this axis"),
         ({"tp": 2}, {"out.bias": {"tp": Shard(0, 3)}}, ValueError, "'out.bias' cannot be Shard.0, inside 3"),
-        ({"ep": 2}, None, ValueError, "axis 'ep' is not planned yet; use pp, dp and tp"),
     ],
 )
 def test_pins_that_cannot_be_are_refused_by_name(mesh: Any, placement: Any, error: Any, message: str) -> None:

@@ -19,6 +19,9 @@ from autopart.solver.layout import IMPOSSIBLE, Moves
 PICO = 10**12
 """Picoseconds of a second: costs are whole numbers of them."""
 
+WHOLE = ("cp",)
+"""The axes for what moves with the batch alone: parameters are whole at every place, and so are their gradients."""
+
 LOCAL = 1
 """The price of what needs no communication, such as a slice: enough to avoid what is not needed."""
 
@@ -39,6 +42,11 @@ class Axis:
     def __post_init__(self) -> None:
         if self.degree < 2:
             raise ValueError(f"Axis: {self.name!r} must have at least 2 places, not {self.degree}")
+
+    @property
+    def whole_parameters(self) -> bool:
+        """Whether parameters and their gradients are whole at every place."""
+        return self.name in WHOLE
 
     def collective(self, kind: str, nbytes: int) -> int:
         """The time of one collective over a buffer of `nbytes` bytes."""

@@ -20,8 +20,8 @@ from autopart.schedules.spell import AUTO, is_table
 Rules = tuple[tuple[str, Placement], ...]
 """(pattern, placement), the first match holds; the last pattern is '*'."""
 
-INSIDE = ("tp",)
-"""The axes that split the tensors inside segments."""
+INSIDE = ("tp", "cp", "ep")
+"""The axes that split the tensors inside segments; a mesh has at most one of them."""
 
 LEAN = ("1f1b", "v1f1b", "vhalf", "vmin", *(f"{name}(chunks={v})" for v in (3, 4) for name in ("interleaved", "bfs")))
 """Of the schedules that are searched, those which hold little, for each number of stages a rank: they say whether
@@ -207,15 +207,15 @@ def _devices(devices: int | None, cluster: Cluster | None, mesh: Mesh | None) ->
 
 
 def pinned_mesh(mesh: Mapping[str, int] | Mesh | None) -> Mesh | None:
-    """A mesh pin as a mesh. Raises TypeError for what is none, ValueError for axes that no plan has."""
+    """A mesh pin as a mesh. Raises TypeError for what is none, ValueError for axes that no plan has together."""
     if mesh is None:
         return None
     if not isinstance(mesh, Mesh | Mapping):
         raise TypeError(f"mesh: expected axis sizes such as {{'pp': 2, 'dp': 2}}, not {mesh!r}")
     made = mesh if isinstance(mesh, Mesh) else Mesh.of(mesh)
-    for axis, size in made.axes:
-        if axis not in ("pp", "dp", *INSIDE) and size > 1:
-            raise ValueError(f"mesh: axis {axis!r} is not planned yet; use pp, dp and {', '.join(INSIDE)}")
+    inside = [axis for axis, size in made.axes if axis in INSIDE and size > 1]
+    if len(inside) > 1:
+        raise ValueError(f"mesh: {made} splits tensors on {' and '.join(inside)}; use one of these, of their product")
     return made
 
 

@@ -268,11 +268,15 @@ class _Build:
             makes = tuple(n for n in (name, self.late.get(name)) if n in self.values)
             grads = tuple(gradient for owner, gradient in self.gradients if owner == name)
             options = []
-            for how in self._allowed(target, name, [p for p in self.places[makes[0]] if p != Partial()]):
+            for how in self._allowed(target, name, self._kept(makes[0])):
                 needs = tuple(self.places[g].index(how) for g in grads)
                 gives = tuple(self.places[n].index(how) for n in makes)
                 options.append(Option(needs, gives, 0, self._bytes(makes[0], how) * self.axis.copies))
             yield Unit(f"parameter {name}", grads, makes, tuple(options))
+
+    def _kept(self, name: str) -> list[TensorPlacement]:
+        """The placements in which a parameter may lie."""
+        return [Replicate()] if self.axis.whole_parameters else [p for p in self.places[name] if p != Partial()]
 
     def _allowed(self, target: str, name: str, places: list[TensorPlacement]) -> list[TensorPlacement]:
         """The placements of a parameter that its pin allows."""
@@ -304,8 +308,10 @@ class _Build:
         if self.body.backward is not None:
             taken = {gradient for owner, gradient in self.gradients if owner is not None}
             for i, name in enumerate(self.body.backward.outputs):
-                if i < len(self.segment.backward_outputs) or name not in taken:
-                    yield self._sink(f"back {i} {name}", self.late.get(name, name), whole=name in self.whole)
+                own = i >= len(self.segment.backward_outputs)
+                if not own or name not in taken:
+                    whole = name in self.whole or (own and self.axis.whole_parameters)
+                    yield self._sink(f"back {i} {name}", self.late.get(name, name), whole=whole)
 
     def _sink(self, unit: str, name: str, *, whole: bool) -> Unit:
         count = 1 if whole else len(self.places[name])

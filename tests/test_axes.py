@@ -1,0 +1,102 @@
+"""An axis of a sequence and one of experts: what the solver finds on them unaided, and that it trains as one device."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from autopart.api import plan as make_plan
+from autopart.ir.placement import Replicate, Shard
+from autopart.ir.program import Program
+from autopart.testing import assert_parity
+from tests.axis_models import WIDTH, made, program
+
+
+def axes(**sizes: int) -> tuple[tuple[str, int], ...]:
+    return tuple(sizes.items())
+
+
+def soak(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.soak)
+
+
+PP2 = {"microbatches": 2, "schedule": "1f1b"}
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh", "pins"),
+    [
+        ("gpt", axes(cp=4), {}),
+        ("capacity", axes(ep=2), {}),
+        soak("gpt", axes(cp=2), {}),
+        soak("gpt", axes(cp=3), {}),
+        soak("gpt", axes(dp=2, cp=2), {"placement": "zero1"}),
+        soak("gpt", axes(pp=2, cp=2), PP2),
+        soak("dense", axes(ep=2), {}),
+        soak("dense", axes(ep=4), {}),
+        soak("dense", axes(dp=2, ep=2), {"placement": "fsdp"}),
+        soak("capacity", axes(ep=3), {}),
+        soak("capacity", axes(dp=2, ep=2), {"placement": "zero2"}),
+        soak("capacity", axes(pp=2, ep=2), PP2),
+    ],
+)
+def test_training_is_that_of_one_device(name: str, mesh: Any, pins: dict[str, Any]) -> None:
+    model, args, _ = made(name)
+    assert_parity(model, args, plan=program(name, mesh, **pins), capture="direct")
+
+
+def exchanges(found: Program, body: str) -> list[list[str]]:
+    """The collectives of one body in the text, forward and backward; the sums of parameters' gradients left out."""
+    text = found.ranks[1].source
+    parts = [re.search(rf"^def {body}_{p}\(.*?(?=\n\n\n)", text, re.M | re.S) for p in ("forward", "backward")]
+    return [re.findall(r"world\.(?!all_reduce)(\w+)_values", part[0]) for part in parts if part is not None]
+
+
+def parameters(found: Program) -> dict[str, object]:
+    assert found.plan.tensor is not None
+    return dict(found.plan.tensor.parameters)
+
+
+def test_a_long_sequence_changes_to_heads_around_attention() -> None:
+    """Ulysses: two all-to-alls a layer and pass; all else on the pieces, and the loss a sum. Weights stay whole."""
+    found = program("gpt", axes(cp=4))
+    assert set(parameters(found).values()) == {Replicate()}
+    assert found.plan.tensor is not None
+    assert dict(found.plan.tensor.between)[made("gpt")[2].segments[-1].values[0]] == Shard(1)
+    forward, backward = exchanges(found, "blocks_w2")
+    assert forward == ["all_to_all"] * 2
+    assert backward[:2] == ["all_to_all"] * 2
+    text = found.ranks[1].source
+    assert "permute: Shard(3) -> Shard(2) on cp" in text and "transpose: Shard(2) -> Shard(1) on cp" in text
+    assert "nll_loss_forward: Partial(sum) -> Replicate() on cp" in text
+
+
+def test_experts_lie_apart_and_tokens_travel() -> None:
+    """Each place has its experts' weights; what tokens send them and get back are two all-to-alls a layer and pass."""
+    found = program("capacity", axes(ep=2))
+    how = parameters(found)
+    assert {how[f"layers.{i}.{name}"] for i in range(2) for name in ("up", "down")} == {Shard(0)}
+    assert exchanges(found, "layers_1") == [["all_to_all"] * 2] * 2
+    units = found.state_on(1).homes()["layers.0.up"]
+    assert next(p.shape for p in units.parameters if p.target == "layers.0.up") == (2, WIDTH, 3 * WIDTH)
+
+
+@pytest.mark.soak
+def test_experts_lie_apart_where_all_see_every_token() -> None:
+    found = program("dense", axes(ep=4))
+    how = parameters(found)
+    assert {how[f"layers.{i}.{name}"] for i in range(2) for name in ("up", "down")} == {Shard(0)}
+    assert any(
+        "all_to_all" in part for i in range(2) for part in exchanges(program("dense", axes(ep=4)), f"layers_{i}")
+    )
+
+
+def test_what_cannot_be_is_refused() -> None:
+    model, args, _ = made("gpt")
+    pins: dict[str, Any] = {"capture": "direct"}
+    with pytest.raises(ValueError, match=r"'head.weight' cannot be Shard\(0\) on this axis; it can be Replicate\(\)"):
+        make_plan(model, args, mesh={"cp": 2}, placement={"head.weight": {"cp": Shard(0)}}, **pins)
+    with pytest.raises(ValueError, match=r"mesh: .* splits tensors on tp and cp; use one of these"):
+        make_plan(model, args, mesh={"tp": 2, "cp": 2}, **pins)
