@@ -7,11 +7,17 @@ from typing import Any
 
 import pytest
 
-from autopart.api import plan as make_plan
+from autopart.api.compiler import solve
 from autopart.ir.placement import Replicate, Shard
 from autopart.ir.program import Program
+from autopart.solver.axis import PICO, Axis
+from autopart.solver.eliminate import picks
+from autopart.solver.eliminate import solve as least
+from autopart.solver.layout import evaluate
+from autopart.solver.place import TIE, place
+from autopart.solver.tensor import layout_of
 from autopart.testing import assert_parity
-from tests.axis_models import WIDTH, made, program
+from tests.axis_models import NEAR, WIDTH, made, program
 
 
 def axes(**sizes: int) -> tuple[tuple[str, int], ...]:
@@ -94,9 +100,43 @@ def test_experts_lie_apart_where_all_see_every_token() -> None:
 
 
 def test_what_cannot_be_is_refused() -> None:
-    model, args, _ = made("gpt")
-    pins: dict[str, Any] = {"capture": "direct"}
+    segmented = made("gpt")[2]
     with pytest.raises(ValueError, match=r"'head.weight' cannot be Shard\(0\) on this axis; it can be Replicate\(\)"):
-        make_plan(model, args, mesh={"cp": 2}, placement={"head.weight": {"cp": Shard(0)}}, **pins)
+        solve(segmented, mesh={"cp": 2}, placement={"head.weight": {"cp": Shard(0)}})
     with pytest.raises(ValueError, match=r"mesh: .* splits tensors on tp and cp; use one of these"):
-        make_plan(model, args, mesh={"tp": 2, "cp": 2}, **pins)
+        solve(segmented, mesh={"tp": 2, "cp": 2})
+
+
+def test_a_module_is_explained_with_what_others_would_take() -> None:
+    found = program("gpt", axes(cp=4)).plan
+    assert found.tensor is not None
+    told = found.explain("blocks.1.up")
+    assert told.startswith("blocks.1, which has blocks.1.up: in stage 0, on the ranks 0, 1, 2, 3\n")
+    assert "- cp Replicate(): blocks.1.up.weight, blocks.1.up.bias\n" in told
+    assert "- forward: from Shard(1) to Shard(1), 2 all_to_all exchanged\n" in told
+    assert re.search(r"with nothing split it would take .* \(\+\d+", told)
+    assert "with Replicate() passing" in told
+    assert found.explain("blocks").count("in stage 0") == 2
+    with pytest.raises(ValueError, match=r"no segment is 'block' or has it; .* blocks\.0"):
+        found.explain("block")
+    segmented = made("gpt")[2]
+    assert "whole on each of them" in solve(segmented, mesh={"dp": 2}).explain("blocks.0")
+
+
+def test_costs_are_those_of_the_placements_that_they_name() -> None:
+    """Recomputed: the sum that the solver found, the work of one device, the best body between whole values."""
+    segmented, axis = made("capacity")[2], Axis("ep", 2, NEAR, 2)
+    found = place(segmented, axis)
+    assert sum(cost.chosen for cost in found.costs) * PICO == pytest.approx(found.time)
+    for segment, cost in zip(segmented.segments, found.costs, strict=True):
+        whole = layout_of(segmented.bodies[segment.body], segment, axis, split=False)
+        alone = evaluate(whole.layout, [0] * len(whole.layout.units))
+        assert dict(cost.others)["with nothing split"] * PICO == pytest.approx(alone)
+    body, segment = segmented.bodies[segmented.segments[1].body], segmented.segments[1]
+    assert body.backward is not None
+    ends = {value.name for value in (*body.forward.inputs, *body.backward.inputs)} - {*body.saved}
+    layout = layout_of(body, segment, axis, {*ends, *body.forward.outputs, *body.backward.outputs}).layout
+    values = least(layout, (), TIE).best()
+    assert values is not None
+    between = dict(found.costs[1].others)["with Replicate() passing"] * PICO
+    assert between == pytest.approx(evaluate(layout, picks(layout, values)), rel=1e-4)

@@ -12,7 +12,7 @@ from autopart.ir.mesh import Mesh
 from autopart.ir.placed import PlacedStep
 from autopart.ir.placement import Replicate, Shard, TensorPlacement
 from autopart.ir.segmented import Segmented
-from autopart.ir.tensor_plan import TensorPlan
+from autopart.ir.tensor_plan import Costs, TensorPlan
 from autopart.passes.places import at_place, check_places
 from autopart.solver.axis import Axis
 from autopart.solver.place import Placed, place
@@ -75,7 +75,8 @@ def first_place(segmented: Segmented, tensor: TensorPlan) -> Segmented:
 
 def decide(segmented: Segmented, asked: Inside, memory: int | None = None) -> TensorPlan:
     """The fastest placement inside segments. Raises ValueError for pins that cannot be kept, PlanInfeasible."""
-    return TensorPlan.of(_solved(segmented, asked, memory), asked.cluster, asked.samples)
+    placed, costs = _solved(segmented, asked, memory)
+    return TensorPlan.of(placed, costs, asked.cluster, asked.samples)
 
 
 def placed_step(segmented: Segmented, tensor: TensorPlan) -> PlacedStep:
@@ -87,19 +88,21 @@ def placed_step(segmented: Segmented, tensor: TensorPlan) -> PlacedStep:
     if placed is None:
         used = {target for segment in segmented.segments for target in segment.parameters}
         pins: tuple[tuple[str, Pin], ...] = tuple((target, how) for target, how in tensor.parameters if target in used)
-        placed = _solved(segmented, Inside(tensor.axis, tensor.degree, tensor.cluster, tensor.samples, pins), None)
+        placed, _ = _solved(segmented, Inside(tensor.axis, tensor.degree, tensor.cluster, tensor.samples, pins), None)
         known = dict(placed.parameters) | dict(tensor.parameters)
         placed = PlacedStep(placed.axis, placed.degree, placed.bodies, placed.between, tuple(known.items()))
     check_places(segmented, placed)
     return placed
 
 
-def _solved(segmented: Segmented, asked: Inside, memory: int | None) -> PlacedStep:
+def _solved(segmented: Segmented, asked: Inside, memory: int | None) -> tuple[PlacedStep, tuple[Costs, ...]]:
+    """The fastest placement, and what every segment takes in it and in others."""
     axis = Axis(asked.axis, asked.degree, asked.cluster, asked.samples)
     found = place(segmented, axis, dict(asked.pins), memory)
     parameters = _parameters(segmented, found)
     between = tuple((name, how) for name, how in found.between.items() if name not in parameters)
-    return PlacedStep(asked.axis, asked.degree, found.segments, between, tuple(parameters.items()))
+    step = PlacedStep(asked.axis, asked.degree, found.segments, between, tuple(parameters.items()))
+    return step, found.costs
 
 
 def _parameters(segmented: Segmented, found: Placed) -> dict[str, TensorPlacement]:

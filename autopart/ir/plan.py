@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 from autopart.ir import plan_text
 from autopart.ir.document import Document
 from autopart.ir.mesh import Mesh, pieces
+from autopart.ir.module_text import explain_module
 from autopart.ir.placement import Placement
 from autopart.ir.state import BUCKET
 from autopart.ir.tensor_plan import TensorPlan
@@ -191,9 +192,12 @@ class Plan:
         """A table of the stages and the predictions, to read."""
         return plan_text.summary(self)
 
-    def explain(self) -> str:
-        """Why the plan is as it is, to read."""
-        return plan_text.explain(self)
+    def explain(self, module: str | None = None) -> str:
+        """Why the plan is as it is, to read; of a module, how the tensors there are placed, and what others would take.
+
+        Raises ValueError, naming the next, for a module that no segment has or is part of.
+        """
+        return plan_text.explain(self) if module is None else explain_module(self, module)
 
     def diff(self, other: Plan) -> str:
         """What changes from this plan to another, a line a change; empty if nothing does."""

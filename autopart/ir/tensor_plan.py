@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from autopart.cluster import Cluster
@@ -60,13 +61,21 @@ class BodyChoice:
 
 
 @dataclass(frozen=True, slots=True)
+class Costs:
+    """What a body is predicted to take for a microbatch, forward and backward, in seconds: as chosen, and otherwise."""
+
+    chosen: float
+    others: tuple[tuple[str, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class TensorPlan:
     """What is decided inside segments on `axis`, of `degree` places.
 
     `parameters` are the placements of the state, which hold for every program under the plan, `between` those of what
     passes between segments (what is not there is whole at every place). ``choices[segments[i]]`` are those inside
-    segment i of the step that was planned. Other steps (an evaluation, other lengths) are placed when they are
-    compiled, for devices as in `cluster` and microbatches of `samples`.
+    segment i of the step that was planned, and `costs` what each of them takes. Other steps (an evaluation, other
+    lengths) are placed when they are compiled, for devices as in `cluster` and microbatches of `samples`.
     """
 
     axis: str
@@ -74,6 +83,7 @@ class TensorPlan:
     parameters: tuple[tuple[str, TensorPlacement], ...]
     between: tuple[tuple[str, TensorPlacement], ...]
     choices: tuple[BodyChoice, ...]
+    costs: tuple[Costs, ...]
     segments: tuple[int, ...]
     cluster: Cluster
     samples: int
@@ -83,16 +93,27 @@ class TensorPlan:
             raise ValueError(
                 f"plan: {self.axis} inside segments is of {self.degree} places, for {self.samples} samples"
             )
+        if len(self.costs) != len(self.choices):
+            raise ValueError(f"plan: there are costs of {len(self.costs)} bodies, and choices in {len(self.choices)}")
         if any(number not in range(len(self.choices)) for number in self.segments):
             raise ValueError(f"plan: the segments have the choices {self.segments}; there are {len(self.choices)}")
 
     @classmethod
-    def of(cls, placed: PlacedStep, cluster: Cluster, samples: int) -> TensorPlan:
-        """The record of a placed step."""
-        numbers = {id(body): number for number, body in enumerate({id(b): b for b in placed.bodies}.values())}
-        choices = tuple(BodyChoice.of(body) for body in {id(b): b for b in placed.bodies}.values())
-        segments = tuple(numbers[id(body)] for body in placed.bodies)
-        return cls(placed.axis, placed.degree, placed.parameters, placed.between, choices, segments, cluster, samples)
+    def of(cls, placed: PlacedStep, costs: Iterable[Costs], cluster: Cluster, samples: int) -> TensorPlan:
+        """The record of a placed step, with the costs of every segment."""
+        bodies = {id(body): (body, cost) for body, cost in zip(placed.bodies, costs, strict=True)}
+        numbers = {key: number for number, key in enumerate(bodies)}
+        return cls(
+            axis=placed.axis,
+            degree=placed.degree,
+            parameters=placed.parameters,
+            between=placed.between,
+            choices=tuple(BodyChoice.of(body) for body, _ in bodies.values()),
+            costs=tuple(cost for _, cost in bodies.values()),
+            segments=tuple(numbers[id(body)] for body in placed.bodies),
+            cluster=cluster,
+            samples=samples,
+        )
 
     def step(self, segmented: Segmented) -> PlacedStep | None:
         """The step under these decisions, None where it is another one than was planned.

@@ -20,6 +20,8 @@ from autopart.ir.graph import descendants
 from autopart.ir.placed import PlacedBody
 from autopart.ir.placement import TensorPlacement
 from autopart.ir.segmented import Body, Segment, Segmented
+from autopart.ir.tensor_plan import Costs
+from autopart.solver.alternatives import alternatives
 from autopart.solver.axis import Axis
 from autopart.solver.eliminate import Eliminated, Table, eliminate, picks, solve
 from autopart.solver.layout import evaluate
@@ -31,13 +33,15 @@ class Placed:
     """The bodies of the segments, in order, as placed (equal ones are one object), and how values pass between them.
 
     `time` is predicted, in picoseconds; `memory` are the bytes of parameters (`Axis.copies` times) and of what is saved
-    for the backward, on the fullest place. A parameter counts in every segment that has it.
+    for the backward, on the fullest place. A parameter counts in every segment that has it. `costs` are what each
+    segment takes, and what others would.
     """
 
     segments: tuple[PlacedBody, ...]
     between: Mapping[str, TensorPlacement]
     time: int
     memory: int
+    costs: tuple[Costs, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +162,7 @@ def _at(
     if values is None:
         raise ValueError(f"no layout on {axis.name!r} keeps all of these pins together: {', '.join(pins)}")
     between = {name: domains[name][at] for name, at in values.items()}
-    bodies: dict[object, tuple[PlacedBody, int, int]] = {}
+    bodies: dict[object, tuple[PlacedBody, int, int, Costs]] = {}
     taken = []
     for one in wired:
         given = {
@@ -167,21 +171,22 @@ def _at(
         }
         same = id(one.layout), tuple(given.items())
         if same not in bodies:
-            bodies[same] = _body(one.layout, solved[id(one.layout)], given)
+            bodies[same] = _body(one, solved[id(one.layout)], given)
         taken.append(bodies[same])
-    times, memories = sum(time for _, time, _ in taken), sum(memory for _, _, memory in taken)
-    return Placed(tuple(body for body, _, _ in taken), between, times, memories)
+    placed, times, memories, costs = zip(*taken, strict=True)
+    return Placed(placed, between, sum(times), sum(memories), costs)
 
 
-def _body(layout: BodyLayout, solved: Eliminated, given: Mapping[str, int]) -> tuple[PlacedBody, int, int]:
-    """A body with its boundary given, counted afresh: time and memory."""
-    values = solved.best(given)
+def _body(one: _Wired, solved: Eliminated, given: Mapping[str, int]) -> tuple[PlacedBody, int, int, Costs]:
+    """A body with its boundary given, counted afresh: time and memory, and what it would take otherwise."""
+    layout, values = one.layout, solved.best(given)
     assert values is not None  # the sum of the tables is finite
     taken = picks(layout.layout, values)
     time = evaluate(layout.layout, taken)
     assert time is not None  # what the tables allow can be done
     memory = sum(unit.options[pick].memory for unit, pick in zip(layout.layout.units, taken, strict=True))
-    return layout.placed(taken), time, memory
+    choices = dict(zip(one.units, one.choices, strict=True))
+    return layout.placed(taken), time, memory, alternatives(layout.layout, solved, given, choices)
 
 
 def _known(segmented: Segmented, pins: Mapping[str, Pin]) -> None:
