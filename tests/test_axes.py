@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import re
+from random import Random
 from typing import Any
 
 import pytest
+import torch
 
+from autopart.api import parallelize
 from autopart.api.compiler import solve
+from autopart.cluster import Cluster
 from autopart.ir.placement import Replicate, Shard
 from autopart.ir.program import Program
 from autopart.solver.axis import PICO, Axis
@@ -17,7 +22,7 @@ from autopart.solver.layout import evaluate
 from autopart.solver.place import TIE, place
 from autopart.solver.tensor import layout_of
 from autopart.testing import assert_parity
-from tests.axis_models import NEAR, WIDTH, made, program
+from tests.axis_models import LONG, NEAR, WIDTH, made, program
 
 
 def axes(**sizes: int) -> tuple[tuple[str, int], ...]:
@@ -27,6 +32,9 @@ def axes(**sizes: int) -> tuple[tuple[str, int], ...]:
 def soak(*values: Any) -> Any:
     return pytest.param(*values, marks=pytest.mark.soak)
 
+
+SPANS = (7, 11), (8, 18), (7, 11), (-9, -4)
+"""Powers of ten among which FLOP/s, bytes/s of memory and of links, and seconds a message are drawn."""
 
 PP2 = {"microbatches": 2, "schedule": "1f1b"}
 
@@ -51,6 +59,39 @@ PP2 = {"microbatches": 2, "schedule": "1f1b"}
 def test_training_is_that_of_one_device(name: str, mesh: Any, pins: dict[str, Any]) -> None:
     model, args, _ = made(name)
     assert_parity(model, args, plan=program(name, mesh, **pins), capture="direct")
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(8))
+def test_any_cluster(seed: int) -> None:
+    """What is fastest somewhere is right: of splits and exchanges nearly all come up."""
+    draw = Random(seed)
+    cluster = Cluster.uniform(8, 2**40, *(10 ** draw.uniform(*span) for span in SPANS))
+    name, mesh = (
+        draw.choice(["gpt", "dense", "capacity"]),
+        draw.choice([axes(cp=2), axes(cp=3), axes(ep=2), axes(ep=4)]),
+    )
+    model, args, _ = made(name)
+    assert_parity(model, args, plan=program(name, mesh, cluster), capture="direct", steps=2)
+
+
+@pytest.mark.soak
+def test_evaluation_and_other_lengths() -> None:
+    """Programs that the plan has not seen are placed around whole parameters."""
+    plain = made("gpt")[0]
+    mine = parallelize(copy.deepcopy(plain), mesh={"cp": 2}, cluster=NEAR, capture="direct")
+    for length in (LONG, 31):
+        ids = torch.arange(2 * length).view(2, length) % 24
+        loss, expected = mine(ids, ids.roll(-1, 1)), plain(ids, ids.roll(-1, 1))
+        torch.testing.assert_close(loss, expected, rtol=1e-10, atol=1e-12)
+        found = torch.autograd.grad(expected, list(plain.parameters()))
+        loss.backward()
+        for parameter, gradient in zip(mine.parameters(), found, strict=True):
+            torch.testing.assert_close(parameter.grad, gradient, rtol=1e-9, atol=1e-12)
+        mine.zero_grad()
+    mine.eval()
+    with torch.no_grad():
+        torch.testing.assert_close(mine(ids, ids), plain(ids, ids), rtol=1e-10, atol=1e-12)
 
 
 def exchanges(found: Program, body: str) -> list[list[str]]:
