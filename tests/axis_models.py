@@ -69,8 +69,22 @@ class Capacity(Experts):
         return x + back.flatten(1, 2)
 
 
+class Routed(nn.Module):
+    """Causal attention, then experts of a capacity."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.qkv, self.out = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.experts = Capacity()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        query, key, value = self.qkv(self.norm(x)).unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4).unbind()
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return self.experts(x + self.out(mixed.transpose(1, 2).flatten(2)))
+
+
 class Mixture(nn.Module):
-    """Layers of experts alone, between an embedding and a loss over the vocabulary."""
+    """Layers between an embedding and a loss over the vocabulary."""
 
     def __init__(self, layer: Callable[[], nn.Module]) -> None:
         super().__init__()
@@ -89,6 +103,7 @@ MODELS: Mapping[str, Callable[[], nn.Module]] = {
     "gpt": lambda: GPT(Config(layers=2, width=WIDTH, heads=4, context=LONG, vocabulary=24)),
     "dense": lambda: Mixture(Dense),
     "capacity": lambda: Mixture(Capacity),
+    "routed": lambda: Mixture(Routed),
 }
 
 

@@ -22,7 +22,7 @@ from autopart.solver.layout import evaluate
 from autopart.solver.place import TIE, place
 from autopart.solver.tensor import layout_of
 from autopart.testing import assert_parity
-from tests.axis_models import LONG, NEAR, WIDTH, made, program
+from tests.axis_models import EXPERTS, LONG, NEAR, WIDTH, made, program
 
 
 def axes(**sizes: int) -> tuple[tuple[str, int], ...]:
@@ -43,7 +43,9 @@ PP2 = {"microbatches": 2, "schedule": "1f1b"}
     ("name", "mesh", "pins"),
     [
         ("gpt", axes(cp=4), {}),
-        ("capacity", axes(ep=2), {}),
+        ("routed", axes(ep=2), {}),
+        soak("capacity", axes(ep=2), {}),
+        soak("routed", axes(dp=2, ep=2), {"placement": "zero1"}),
         soak("gpt", axes(cp=2), {}),
         soak("gpt", axes(cp=3), {}),
         soak("gpt", axes(dp=2, cp=2), {"placement": "zero1"}),
@@ -68,7 +70,7 @@ def test_any_cluster(seed: int) -> None:
     draw = Random(seed)
     cluster = Cluster.uniform(8, 2**40, *(10 ** draw.uniform(*span) for span in SPANS))
     name, mesh = (
-        draw.choice(["gpt", "dense", "capacity"]),
+        draw.choice(["gpt", "dense", "capacity", "routed"]),
         draw.choice([axes(cp=2), axes(cp=3), axes(ep=2), axes(ep=4)]),
     )
     model, args, _ = made(name)
@@ -121,13 +123,20 @@ def test_a_long_sequence_changes_to_heads_around_attention() -> None:
 
 
 def test_experts_lie_apart_and_tokens_travel() -> None:
-    """Each place has its experts' weights; what tokens send them and get back are two all-to-alls a layer and pass."""
-    found = program("capacity", axes(ep=2))
+    """Each place has its experts' weights; what tokens send them and get back are two all-to-alls a layer and pass.
+
+    Attention before them is split by its heads, as on `tp`, between pieces of the sequence.
+    """
+    found = program("routed", axes(ep=2))
     how = parameters(found)
-    assert {how[f"layers.{i}.{name}"] for i in range(2) for name in ("up", "down")} == {Shard(0)}
-    assert exchanges(found, "layers_1") == [["all_to_all"] * 2] * 2
-    units = found.state_on(1).homes()["layers.0.up"]
-    assert next(p.shape for p in units.parameters if p.target == "layers.0.up") == (2, WIDTH, 3 * WIDTH)
+    assert {how[f"layers.{i}.experts.{name}"] for i in range(2) for name in ("up", "down")} == {Shard(0)}
+    assert (how["layers.1.qkv.weight"], how["layers.1.out.weight"]) == (Shard(0, 3), Shard(1))
+    forward, backward = exchanges(found, "layers_1")
+    assert forward == ["all_gather", "all_gather", "reduce_scatter", "all_to_all", "all_to_all"]
+    assert backward.count("all_to_all") == 2
+    unit = found.state_on(1).homes()["layers.0.experts.up"]
+    held = next(p.shape for p in unit.parameters if p.target == "layers.0.experts.up")
+    assert held == (EXPERTS // 2, WIDTH, 3 * WIDTH)
 
 
 @pytest.mark.soak
@@ -166,7 +175,7 @@ def test_a_module_is_explained_with_what_others_would_take() -> None:
 
 def test_costs_are_those_of_the_placements_that_they_name() -> None:
     """Recomputed: the sum that the solver found, the work of one device, the best body between whole values."""
-    segmented, axis = made("capacity")[2], Axis("ep", 2, NEAR, 2)
+    segmented, axis = made("routed")[2], Axis("ep", 2, NEAR, 2)
     found = place(segmented, axis)
     assert sum(cost.chosen for cost in found.costs) * PICO == pytest.approx(found.time)
     for segment, cost in zip(segmented.segments, found.costs, strict=True):
