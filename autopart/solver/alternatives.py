@@ -1,0 +1,134 @@
+"""The runners-up of a plan: for each kind of choice the best plan that chooses otherwise, found by the same search."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from autopart.ir.choice import Alternative, SegmentFact
+from autopart.ir.plan_text import spans
+from autopart.solver.cut import Cut
+from autopart.solver.joint import Best, best, leanest
+from autopart.solver.kinds import FEMTOSECONDS
+from autopart.solver.space import Setting, Space
+
+
+def alternatives(space: Space, chosen: Best) -> tuple[Alternative, ...]:
+    """What else could have been chosen, a runner-up for each kind of choice that is not pinned."""
+    return tuple(
+        found
+        for kind in (_mesh, _placement, _microbatches, _schedule, _split, _recompute)
+        for found in kind(space, chosen)
+    )
+
+
+def _mesh(space: Space, chosen: Best) -> Iterator[Alternative]:
+    others = [each for each in space.settings if each.mesh != chosen.setting.mesh]
+    yield from _best(space, "mesh", others)
+
+
+def _placement(space: Space, chosen: Best) -> Iterator[Alternative]:
+    mesh, rules = chosen.setting.mesh, chosen.setting.placements
+    others = [each for each in space.settings if each.mesh == mesh and each.placements != rules]
+    yield from _best(space, "placement", others)
+
+
+def _microbatches(space: Space, chosen: Best) -> Iterator[Alternative]:
+    others = [
+        each
+        for each in space.settings
+        if replace(each, microbatches=0) == replace(chosen.setting, microbatches=0) and each != chosen.setting
+    ]
+    yield from _best(space, "microbatches", others)
+
+
+def _schedule(space: Space, chosen: Best) -> Iterator[Alternative]:
+    """The other flush of whole backwards, all else the same."""
+    setting, other = chosen.setting, {"1f1b": "gpipe", "gpipe": "1f1b"}
+    if setting.mesh.degree("pp") > 1 and setting.text in other and not space.request.forwards_first:
+        yield from _best(space, "schedule", [replace(setting, text=other[setting.text])])
+
+
+def _split(space: Space, chosen: Best) -> Iterator[Alternative]:
+    if chosen.setting.mesh.degree("pp") > 1:
+        found = space.best(chosen.setting)
+        if found is not None and found.next is not None:
+            names = space.request.names
+            begin = ", ".join(names[start] for start in found.next.starts[1:])
+            yield _told(space, "split", f"stages from {begin}", chosen.setting, found.next)
+
+
+def _recompute(space: Space, chosen: Best) -> Iterator[Alternative]:
+    """Nothing recomputed where something is, else everything that keeps less by it."""
+    request, setting = space.request, chosen.setting
+    if not request.free:
+        return
+    if any(sum(way.counts) for way in chosen.cut.ways):
+        found = space.best(setting, recomputing=False)
+        if found is not None and found.cut is not None:
+            yield _told(space, "recompute", "nothing", setting, found.cut)
+        else:
+            yield Alternative("recompute", "nothing", None, int(space.least(setting, recomputing=False)))
+    elif any(again is not None for again in request.at(setting.mesh.degree("tp")).recomputed):
+        everything = request.at(setting.mesh.degree("tp")).recomputing()
+        other = Space(replace(everything, free=False))
+        yield from _best(other, "recompute", [setting], spans(everything.recompute, request.names))
+
+
+def _best(space: Space, choice: str, settings: list[Setting], option: str = "") -> Iterator[Alternative]:
+    """The best plan of some settings, or what they need at least."""
+    if not settings:
+        return
+    found = best(space, settings)
+    if found is not None:
+        yield _told(space, choice, option or _option(choice, found.setting), found.setting, found.cut)
+        return
+    setting, need = leanest(space, settings)
+    yield Alternative(choice, option or _option(choice, setting), None, need)
+
+
+def _told(space: Space, choice: str, option: str, setting: Setting, cut: Cut) -> Alternative:
+    return Alternative(choice, option, cut.step / FEMTOSECONDS, space.peak(setting, cut))
+
+
+def _option(choice: str, setting: Setting) -> str:
+    rules = setting.placements
+    placement = str(rules[0][1]) if len(rules) == 1 else "; ".join(f"{name}: {how}" for name, how in rules)
+    microbatches = f"{setting.microbatches} microbatch{'es' * (setting.microbatches > 1)}"
+    match choice:
+        case "mesh":
+            return f"{setting.mesh} with placement {placement} and {microbatches}"
+        case "placement":
+            return f"{placement} with {microbatches}"
+        case "microbatches":
+            return microbatches
+        case _:
+            return setting.text
+
+
+def facts(space: Space, setting: Setting) -> tuple[SegmentFact, ...]:
+    """What the segments cost at the microbatches of a setting, those of a kind together."""
+    table, names = space.table(setting), space.request.names
+    again = {each.kind: each for each in table.again}
+    made = []
+    for kind, numbers in enumerate(table.numbers):
+        first = table.kinds.index(kind)
+        change = again.get(kind)
+        more = {}
+        if change is not None:
+            more = {
+                "again_seconds": (change.more[0] + change.more[1]) / FEMTOSECONDS,
+                "again_saved_bytes": numbers.saved_bytes - change.gain,
+                "again_transient": change.transient,
+            }
+        made.append(
+            SegmentFact(
+                segments=tuple(name for name, other in zip(names, table.kinds, strict=True) if other == kind),
+                forward_seconds=(table.forward[first + 1] - table.forward[first]) / FEMTOSECONDS,
+                backward_seconds=(table.backward[first + 1] - table.backward[first]) / FEMTOSECONDS,
+                parameter_bytes=numbers.parameter_bytes,
+                saved_bytes=numbers.saved_bytes,
+                **more,  # type: ignore[arg-type]
+            )
+        )
+    return tuple(made)
