@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from autopart import schedules, testing
-    from autopart.api import compile, load, parallelize, plan, post_validated, save, simulate, train_loop
+    from autopart.api import compile, load, parallelize, pareto, plan, post_validated, save, simulate, train_loop
     from autopart.cluster import Cluster
     from autopart.errors import AutopartError, CaptureError, PlanInfeasible, RankFailure, VerificationError
     from autopart.ir.placement import Partial, Placement, Replicate, Shard
@@ -33,6 +33,7 @@ __all__ = [
     "compile",
     "load",
     "parallelize",
+    "pareto",
     "plan",
     "post_validated",
     "register_sharding_rule",
@@ -46,7 +47,8 @@ __all__ = [
 
 _HOMES = {
     **dict.fromkeys(
-        ("compile", "load", "parallelize", "plan", "post_validated", "save", "simulate", "train_loop"), "autopart.api"
+        ("compile", "load", "parallelize", "pareto", "plan", "post_validated", "save", "simulate", "train_loop"),
+        "autopart.api",
     ),
     **dict.fromkeys(
         ("AutopartError", "CaptureError", "PlanInfeasible", "RankFailure", "VerificationError"), "autopart.errors"

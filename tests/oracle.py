@@ -6,6 +6,8 @@ from collections.abc import Iterator, Sequence
 from itertools import combinations
 from math import ceil
 
+from autopart import schedules
+from autopart.cluster import Cluster
 from autopart.ir.cost import SegmentNumbers
 
 
@@ -35,7 +37,8 @@ def stage_bytes(segments: Sequence[SegmentNumbers], preset: str, dp: int, ratio:
             gathered = segment.parameter_bytes if preset == "fsdp" else 0
             wires.append(gathered + (segment.trainable_bytes if preset in ("zero2", "fsdp") else 0))
         total += flight * segment.saved_bytes
-    return total + sum(sorted(wires)[-2:])  # one is gathered or reduced while another is used
+    again = max((segment.recomputed_bytes for segment in segments), default=0)
+    return total + again + sum(sorted(wires)[-2:])  # one is gathered or reduced while another is used
 
 
 def best_split(
@@ -114,3 +117,43 @@ def _peak(
         kept += saved if kind == "F" else -saved
         most = max(most, kept)
     return most + sum(stage_bytes(segments[runs[stage]], preset, dp, ratio, 0) for stage in {stage for stage, _ in row})
+
+
+def step_seconds(
+    segments: Sequence[SegmentNumbers],
+    starts: Sequence[int],
+    *,
+    schedule: str,
+    microbatches: int,
+    preset: str,
+    dp: int,
+    cluster: Cluster,
+) -> float:
+    """The step of one split, a stage a rank: a simulated flush, then the collectives of the rank that has most."""
+    stages = [segments[i:j] for i, j in zip(starts, [*starts[1:], len(segments)], strict=True)]
+    forward = [
+        sum(max(s.forward_flops / cluster.flops, s.forward_bytes / cluster.bandwidth) for s in k) for k in stages
+    ]
+    backward = [
+        sum(max(s.backward_flops / cluster.flops, s.backward_bytes / cluster.bandwidth) for s in k) for k in stages
+    ]
+    crossing = max((segments[i].boundary_bytes for i in starts[1:]), default=0)
+    edge = cluster.link_latency + crossing / cluster.link_bandwidth
+    built = schedules.build(schedule, ranks=len(starts), microbatches=microbatches)
+    length = schedules.simulate(built, {"F": forward, "B": backward}, edge).makespan
+    return length + max(sum(_exchange(s, preset, dp, microbatches, cluster) for s in k) for k in stages)
+
+
+def _exchange(segment: SegmentNumbers, preset: str, dp: int, microbatches: int, cluster: Cluster) -> float:
+    """Seconds of the collectives of a segment, by ZeRO's table: (bytes over the ring, how often)."""
+    trained, held = segment.trainable_bytes, segment.parameter_bytes
+    reduced, gathered = (trained, 1), (trained, 1)
+    calls = {
+        "ddp": [(2 * trained, 1)],
+        "zero1": [reduced, gathered],
+        "zero2": [(trained, microbatches), gathered],
+        "fsdp": [(trained, microbatches), (held, 2 * microbatches)],
+    }[preset]
+    if dp == 1:
+        return 0.0
+    return sum(n * (cluster.link_latency + (dp - 1) * size // dp / cluster.link_bandwidth) for size, n in calls if size)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from itertools import product
+from typing import Any
 
 import pytest
 import sympy
@@ -18,11 +20,13 @@ from autopart.ir.cost import SegmentCost, Tied, batch_symbol
 from autopart.ir.placement import PRESETS, Modes, Placement
 from autopart.ir.plan import Plan
 from autopart.solver import choose
-from tests.oracle import best_split, stage_bytes
+from tests.oracle import every_split, stage_bytes, step_seconds
 
 B = batch_symbol()
 MIB = 2**20
 CLUSTER = Cluster.uniform(8, 1000 * MIB, 1e9, 1e9, 1e8, 1e-6)
+FAST = Cluster.uniform(8, 1000 * MIB, 1e9, 1e9, 1e13, 1e-9)
+"""With links so fast a data axis costs next to nothing, and a pipeline its bubble."""
 
 
 def layer(
@@ -73,7 +77,7 @@ def test_costs_are_expressions_until_numbers_are_asked_for() -> None:
 
 
 def test_one_data_axis_if_it_fits() -> None:
-    plan = choose(gpt(), batch=16, devices=4, cluster=CLUSTER)
+    plan = choose(gpt(), batch=16, devices=4, cluster=FAST)
     assert dict(plan.mesh.axes) == {"pp": 1, "dp": 4}
     assert (preset(plan), plan.microbatches, plan.stages[0].ranks) == ("ddp", 1, (0, 1, 2, 3))
     memory = plan.prediction.memory[0]
@@ -87,17 +91,17 @@ def test_one_data_axis_if_it_fits() -> None:
     ("memory", "name"), [("610MiB", "ddp"), ("440MiB", "zero1"), ("375MiB", "zero2"), ("350MiB", "fsdp")]
 )
 def test_then_sharded_states(memory: str, name: str) -> None:
-    plan = choose(gpt(), batch=16, devices=4, cluster=CLUSTER, memory=memory)
+    plan = choose(gpt(), batch=16, devices=4, cluster=FAST, memory=memory)
     assert (plan.mesh.degree("pp"), preset(plan), plan.microbatches) == (1, name, 1)
     assert plan.prediction.memory[0].total <= parse_bytes(memory)
 
 
 def test_then_smaller_microbatches_then_stages() -> None:
-    finer = choose(gpt(), batch=16, devices=4, cluster=CLUSTER, memory="320MiB")
+    finer = choose(gpt(), batch=16, devices=4, cluster=FAST, memory="320MiB")
     assert (finer.mesh.degree("pp"), preset(finer), finer.microbatches) == (1, "fsdp", 4)
-    staged = choose(gpt(), batch=16, devices=4, cluster=CLUSTER, memory="220MiB", placement="zero1")
+    staged = choose(gpt(), batch=16, devices=4, cluster=FAST, memory="220MiB", placement="zero1")
     assert staged.mesh.degree("pp") == 4
-    assert "fewest stages" in staged.notes[0]
+    assert "searched jointly" in staged.notes[0]
     with pytest.raises(PlanInfeasible):
         choose(gpt(), batch=16, devices=4, cluster=CLUSTER, memory="220MiB", placement="zero1", stages=2)
 
@@ -133,18 +137,18 @@ def test_stages_by_name() -> None:
 
 def test_placements_by_pattern() -> None:
     rules = {"embed": "fsdp", "*": "ddp", "h.?": Placement.zero1()}
-    plan = choose(gpt(), batch=16, devices=4, cluster=CLUSTER, placement=rules)
+    plan = choose(gpt(), batch=16, devices=4, cluster=FAST, placement=rules)
     assert [pattern for pattern, _ in plan.placements] == ["embed", "h.?", "*"]
     memory = plan.prediction.memory[0]
     assert memory.parameters == (44 // 4 + 8 * 12) * MIB
     assert memory.optimizer == 2 * (44 // 4 + 8 * 3) * MIB
-    open_end = choose(gpt(), batch=16, devices=4, cluster=CLUSTER, placement={"embed": "fsdp"}, memory="500MiB")
+    open_end = choose(gpt(), batch=16, devices=4, cluster=FAST, placement={"embed": "fsdp"}, memory="500MiB")
     assert preset(open_end) == "zero1"
 
 
 def test_frozen_parameters_cost_no_gradient_and_no_optimizer() -> None:
     segments = [layer("a", trainable_bytes=0), layer("b", trainable_bytes=4 * MIB)]
-    memory = choose(segments, batch=2, devices=2, cluster=CLUSTER, optimizer_ratio=1).prediction.memory[0]
+    memory = choose(segments, batch=2, mesh={"dp": 2}, cluster=CLUSTER, optimizer_ratio=1).prediction.memory[0]
     assert (memory.parameters, memory.optimizer, memory.gradients) == (24 * MIB, 4 * MIB, 4 * MIB)
 
 
@@ -248,12 +252,16 @@ def test_recomputation_by_name_or_where_nothing_fits_without() -> None:
     assert [stage.transient for stage in everything.prediction.memory] == [8 * MIB, 8 * MIB]
     assert peak[1] < peak[0]
     assert chosen(memory=peak[0]).recompute == ()
-    assert chosen(memory=peak[1]).recompute == layers
+    some = chosen(memory=peak[1])
+    assert 0 < len(some.recompute) < len(layers), "no more than memory asks for"
+    assert free.prediction.step_seconds < some.prediction.step_seconds < everything.prediction.step_seconds
+    assert all(stage.total <= peak[1] for stage in some.prediction.memory)
     with pytest.raises(PlanInfeasible, match=r"without recomputing: .* It fits with: .*recompute=True"):
         chosen(memory=peak[1], recompute=False)
     with pytest.raises(PlanInfeasible) as refusal:
         chosen(memory=peak[1] // 2)
-    assert "recomputing: stage" in str(refusal.value) and "recompute=True" not in str(refusal.value)
+    assert re.search(r"recomputing h\.0 [^:]*: stage", str(refusal.value))
+    assert "recompute=True" not in str(refusal.value)
 
 
 def test_infeasible_says_what_needs_what_and_what_would_fit() -> None:
@@ -296,7 +304,7 @@ def small_models(draw: st.DrawFn) -> list[SegmentCost]:
     return [
         layer(
             f"s{i}",
-            parameters=draw(st.integers(0, 30)),
+            parameters=draw(st.integers(1, 30)),
             saved=draw(st.integers(0, 9)),
             work=draw(st.integers(0, 9)) * 100,
             boundary_bytes=draw(st.integers(0, 9)) * B,
@@ -320,33 +328,28 @@ def test_pinned_plans_equal_brute_force(
         if pp > len(costs):
             continue
         numbers = [cost.at(2) for cost in costs]
-        work = [3 * cost.forward_flops // 1 for cost in numbers]
-        expected = best_split(
-            numbers,
-            work,
-            stages=pp,
-            schedule=schedule,
-            microbatches=microbatches,
-            preset=name,
-            dp=dp,
-            ratio=2,
-            limit=limit,
-        )
+        flights = [microbatches if schedule == "gpipe" else min(microbatches, pp - k) for k in range(pp)]
+
+        def needs(
+            starts: tuple[int, ...], dp: int = dp, flights: list[int] = flights, numbers: Sequence[Any] = numbers
+        ) -> list[int]:
+            ends = (*starts[1:], len(costs))
+            runs = [numbers[i:j] for i, j in zip(starts, ends, strict=True)]
+            return [stage_bytes(run, name, dp, 2, flight) for run, flight in zip(runs, flights, strict=True)]
+
+        setting = {"schedule": schedule, "microbatches": microbatches, "preset": name, "dp": dp, "cluster": CLUSTER}
+        steps = [step_seconds(numbers, s, **setting) for s in every_split(len(costs), pp) if max(needs(s)) <= limit]
         pins = {"mesh": {"pp": pp, "dp": dp}, "devices": pp * dp, "placement": name, "schedule": schedule}
         try:
             plan = choose(
                 costs, batch=2 * dp * microbatches, cluster=CLUSTER, microbatches=microbatches, memory=limit, **pins
             )
         except PlanInfeasible:
-            assert expected is None
+            assert not steps
             continue
-        assert expected is not None
+        assert plan.prediction.step_seconds == pytest.approx(min(steps), rel=1e-9)
         starts = tuple(sum(spans(plan)[:k]) for k in range(pp))
-        assert starts == expected[2]
-        flights = [microbatches if schedule == "gpipe" else min(microbatches, pp - k) for k in range(pp)]
-        for k, start in enumerate(starts):
-            inside = numbers[start : start + spans(plan)[k]]
-            assert plan.prediction.memory[k].total == stage_bytes(inside, name, dp, 2, flights[k])
+        assert [memory.total for memory in plan.prediction.memory] == needs(starts)
 
 
 @settings(max_examples=25, deadline=None, derandomize=True)
@@ -355,14 +358,14 @@ def test_more_memory_is_never_worse(costs: list[SegmentCost], limit: int, more: 
     pins = {"mesh": {"pp": min(2, len(costs)), "dp": 2}, "schedule": schedule, "microbatches": 2, "placement": "zero1"}
     devices = 2 * min(2, len(costs))
 
-    def slowest(memory: int) -> float:
+    def step(memory: int) -> float:
         try:
             plan = choose(costs, batch=8, devices=devices, cluster=CLUSTER, memory=memory, **pins)
         except PlanInfeasible:
             return float("inf")
-        return max(plan.prediction.stage_seconds)
+        return plan.prediction.step_seconds
 
-    assert slowest(limit + more) <= slowest(limit)
+    assert step(limit + more) <= step(limit) * (1 + 1e-9)
 
 
 @settings(max_examples=15, deadline=None, derandomize=True)
@@ -388,7 +391,7 @@ def test_the_same_plan_every_time() -> None:
     }
     assert len(plans) == 1
     plan = Plan.from_json(plans.pop())
-    assert plan.fingerprint == "m" and "optimal split" in plan.optimality
+    assert plan.fingerprint == "m" and plan.optimality.startswith("optimal: ")
 
 
 def test_import_is_light() -> None:

@@ -319,12 +319,12 @@ def test_memory_turns_it_on_where_nothing_fits_without() -> None:
     assert free.recompute == () and "recompute for memory nothing: it fits without" in free.explain()
     limit = max(stage.total for stage in free.prediction.memory) - 1024
     tight = solve(segmented, memory=limit, **pins)
-    assert tight.recompute and "nothing fits without" in tight.explain()
+    assert tight.recompute and "what each stage needs to fit, at the least time" in tight.explain()
     assert max(stage.total for stage in tight.prediction.memory) <= limit
     assert tight.prediction.step_seconds > free.prediction.step_seconds
     with pytest.raises(Exception, match=r"without recomputing.* It fits with: .*recompute=True"):
         solve(segmented, memory=limit, recompute=False, **pins)
-    with pytest.raises(Exception, match="gpipe, recomputing: stage"):
+    with pytest.raises(Exception, match=r"gpipe, recomputing [^:]*: stage"):
         solve(segmented, memory=1024, **pins)
 
 
@@ -337,7 +337,8 @@ def test_parallelize_takes_it() -> None:
     found = {name: parameter.grad for name, parameter in mine.named_parameters()}
     tied = {name: grad for name, grad in expected[1].items() if name in found}
     assert all(distance(found[name], grad) <= 1e-9 for name, grad in tied.items()) and tied.keys() == found.keys()
-    assert mine.plan.recompute == tuple(f"blocks.{i}" for i in range(4))
+    again = {name.removesuffix(".norm2") for name in mine.plan.recompute}  # a stage may begin inside a block
+    assert again == {f"blocks.{i}" for i in range(4)}
     mine.eval()
     with torch.no_grad():
         assert distance(mine(*args), expected[0]) <= 1e-12

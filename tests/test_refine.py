@@ -199,12 +199,12 @@ def test_f101_balance_of_a_heavy_end_and_a_heavy_layer(kind: str, stages: int) -
 
 def test_the_plan_says_where_and_why_and_the_other_layers_share_a_body() -> None:
     step = step_of(*sample(5))
-    whole = solve(segment(step), mesh={"pp": 2}, cluster=CPU)
-    plan = planned(step, mesh={"pp": 2}, cluster=CPU)
+    whole = solve(segment(step), mesh={"pp": 2}, microbatches=8, cluster=CPU)
+    plan = planned(step, mesh={"pp": 2}, microbatches=8, cluster=CPU)
     assert plan.cuts == ("blocks.2.norm2",) and slowest(plan) < slowest(whole)
     assert "cut inside a segment, blocks.2.norm2 begins stage 1: the slowest stage takes" in plan.explain()
     assert "of whole segments" in plan.explain() and plan.notes[:-1] == whole.notes
-    assert planned(step, mesh={"pp": 2}, cluster=CPU) == plan
+    assert planned(step, mesh={"pp": 2}, microbatches=8, cluster=CPU) == plan
     made = segment(step, cuts=plan.cuts)
     assert tuple(item.name for item in made.segments) == tuple(n for stage in plan.stages for n in stage.segments)
     assert len({item.body for item in made.segments if item.name in ("blocks.0", "blocks.1", "blocks.4")}) == 1
@@ -227,7 +227,7 @@ def test_the_plan_says_where_and_why_and_the_other_layers_share_a_body() -> None
 def test_what_is_cut_inside_trains_as_on_one_device(pins: dict[str, Any], changes: dict[str, Any]) -> None:
     model, args = sample(**changes)
     step = step_of(model, args)
-    plan = planned(step, cluster=CPU, **pins)
+    plan = planned(step, cluster=CPU, microbatches=8 // pins["mesh"].get("dp", 1), **pins)
     assert plan.cuts == ("blocks.1.norm2",)
     if pins.get("recompute") == ["blocks.1"]:
         assert plan.recompute == ("blocks.1", "blocks.1.norm2")
@@ -237,7 +237,7 @@ def test_what_is_cut_inside_trains_as_on_one_device(pins: dict[str, Any], change
 def test_a_session_cuts_so_from_its_first_call() -> None:
     model, args = sample()
     plain = copy.deepcopy(model)
-    parallel = autopart.parallelize(model, devices=2, mesh={"pp": 2}, capture="direct")
+    parallel = autopart.parallelize(model, devices=2, mesh={"pp": 2}, microbatches=8, capture="direct")
     losses = [f(*args) for f in (parallel, plain)]
     for loss in losses:
         loss.backward()

@@ -1,10 +1,10 @@
-"""Public functions: `plan`, `compile`, `parallelize`, `train_loop`, `post_validated`, `simulate`, `save`, `load`."""
+"""The public functions: plans, programs, training loops, saving and loading."""
 
-from autopart.api.compiler import compile, plan
+from autopart.api.compiler import compile, pareto, plan
 from autopart.api.loop import train_loop
 from autopart.api.module import parallelize
 from autopart.api.saving import load, save
 from autopart.api.stepping import post_validated
 from autopart.api.timeline import simulate
 
-__all__ = ["compile", "load", "parallelize", "plan", "post_validated", "save", "simulate", "train_loop"]
+__all__ = ["compile", "load", "parallelize", "pareto", "plan", "post_validated", "save", "simulate", "train_loop"]

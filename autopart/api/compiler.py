@@ -15,6 +15,7 @@ from autopart import capture as capturing
 from autopart.api import tensor
 from autopart.api.options import SEMANTICS, one_of
 from autopart.api.plain import check_hooks
+from autopart.api.progress import shown
 from autopart.api.tensor import Inside
 from autopart.capture import NO_TARGET
 from autopart.capture.call import Call
@@ -50,6 +51,7 @@ from autopart.passes.split_backward import split_backward
 from autopart.passes.unruled import unruled
 from autopart.passes.verify import verify
 from autopart.schedules.spell import AUTO, splits_output
+from autopart.solver import pareto as front
 from autopart.solver.choose import choose
 from autopart.solver.refine import reason, refine
 from autopart.solver.request import Pins
@@ -75,13 +77,16 @@ def solve(segmented: Segmented, *, batch: int | None = None, inputs: str = "glob
     if captured.deferred:
         check_deferred(pins.get("schedule"))
         pins["schedule"] = pins.get("schedule") or "gpipe"
-    asked = tensor.asked(captured, batch or captured.batch, pins)
-    if asked is None:
-        chosen = _chosen(segmented, batch or captured.batch, pins)
-    else:
-        chosen = _chosen_inside(segmented, batch or captured.batch, pins, asked)
-        chosen = replace(chosen, notes=(*chosen.notes, *unruled(segmented)))
+    chosen = _best(segmented, batch or captured.batch, pins)
     return predicted(segmented, replace(with_regions(chosen, segmented), inputs=inputs))
+
+
+def _best(segmented: Segmented, batch: int, pins: Pins) -> Plan:
+    asked = tensor.asked(segmented.captured, batch, pins)
+    if asked is None:
+        return _chosen(segmented, batch, pins)
+    chosen = _chosen_inside(segmented, batch, pins, asked)
+    return replace(chosen, notes=(*chosen.notes, *unruled(segmented)))
 
 
 def planned(captured: Captured, *, batch: int | None = None, inputs: str = "global", **pins: Unpack[Pins]) -> Plan:
@@ -92,8 +97,10 @@ def planned(captured: Captured, *, batch: int | None = None, inputs: str = "glob
     wanted = named(pins.get("stages"))
     output = (OUTPUT,) if splits_output(pins.get("schedule")) else ()
     whole = solve(segment(captured, cuts=(*wanted, *output)), batch=batch, inputs=inputs, **pins)
-    if wanted or output or len(whole.stages) == 1 or whole.tensor is not None:
+    objective = pins.pop("objective", "time")
+    if wanted or output or len(whole.stages) == 1 or whole.tensor is not None or objective != "time":
         return whole
+    pins.pop("time_limit", None)
     kept: Pins = {
         **pins,
         "mesh": whole.mesh,
@@ -112,7 +119,8 @@ def planned(captured: Captured, *, batch: int | None = None, inputs: str = "glob
     finer = solve(segment(captured, cuts=cuts), batch=batch, inputs=inputs, **kept)
     # Mesh, placement and microbatches, and a schedule that was searched for, were chosen for the whole segments.
     where_from = whole.notes[: 4 if pins.get("schedule") == AUTO else 3]
-    return replace(finer, notes=(*where_from, *finer.notes[3:], reason(whole, finer)))
+    notes = (*where_from, *finer.notes[3:], reason(whole, finer))
+    return replace(finer, notes=notes, alternatives=whole.alternatives, took=whole.took + finer.took)
 
 
 def _chosen_inside(segmented: Segmented, batch: int, pins: Pins, asked: Inside) -> Plan:
@@ -217,10 +225,7 @@ def compile(
     cannot be captured or split, ValueError for a plan of another model or one that cuts the batch too small,
     VerificationError for a faulty program.
     """
-    one_of("semantics", semantics, SEMANTICS)
-    check_hooks(model, "refuse")
-    call = capturing.read(model, args, kwargs, batch=batch, target=target)
-    captured = captured_step(model, call, loss_fn, target is not NO_TARGET, capture, semantics)
+    captured = _sampled(model, args, kwargs, loss_fn, target, batch, semantics, capture)
     check_fingerprint(plan, captured)
     return lower(segment(captured, cuts=plan.cuts), plan)
 
@@ -240,15 +245,69 @@ def plan(
     """The plan for a training step of ``model(*args, **kwargs)``: what is not pinned is chosen.
 
     The pins are `cluster`, `devices`, `mesh`, `stages`, `placement`, `schedule`, `microbatches`, `memory` and
-    `recompute`; see `solver.choose`. No process group and no memory for weights is needed: parameters may be fake (with
-    ``capture="direct"``). Raises PlanInfeasible, with what binds and what would lift it, where nothing fits; ValueError
-    or TypeError for a bad argument.
+    `recompute`; `objective` is "time", "memory" or "throughput_per_cost", and after `time_limit` seconds of search the
+    best plan so far is returned; see `solver.choose`. A search of more than a second shows its progress on a terminal.
+    No process group and no memory for weights is needed: parameters may be fake (with ``capture="direct"``). Raises
+    PlanInfeasible, with what binds and what would lift it, where nothing fits; ValueError or TypeError for a bad
+    argument.
     """
+    captured = _sampled(model, args, kwargs, loss_fn, target, batch, semantics, capture)
+    with shown("planning") as progress:
+        pins.setdefault("progress", progress)
+        return planned(captured, **pins)
+
+
+def pareto(
+    model: torch.nn.Module,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    n: int = 8,
+    objectives: tuple[str, str] = front.OBJECTIVES,
+    loss_fn: Callable[..., Any] | None = None,
+    target: Any = NO_TARGET,
+    batch: Mapping[str, int | None] | None = None,
+    semantics: str = "exact",
+    capture: str = "compile",
+    **pins: Unpack[Pins],
+) -> tuple[Plan, ...]:
+    """Up to `n` plans of which none is better than another in both predicted step time and peak memory, fastest first.
+
+    Everything else is as for `plan`, but that stages begin at whole segments. Raises what `plan` raises, and ValueError
+    for other `objectives` than ``("time", "memory")``.
+    """
+    front.check(n, objectives)
+    if "objective" in pins:
+        raise ValueError("objective: a front has two, `objectives`")
+    captured = _sampled(model, args, kwargs, loss_fn, target, batch, semantics, capture)
+    segmented = segment(captured, cuts=named(pins.get("stages")))
+    if captured.deferred:
+        check_deferred(pins.get("schedule"))
+        pins["schedule"] = pins.get("schedule") or "gpipe"
+
+    def best(objective: str, limit: int | None) -> Plan:
+        memory = pins.get("memory") if limit is None else limit
+        return _best(segmented, captured.batch, {**pins, "objective": objective, "memory": memory})
+
+    found = (predicted(segmented, with_regions(each, segmented)) for each in front.front(best, n))
+    return front.undominated(tuple(found))
+
+
+def _sampled(
+    model: torch.nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any] | None,
+    loss_fn: Callable[..., Any] | None,
+    target: Any,
+    batch: Mapping[str, int | None] | None,
+    semantics: str,
+    capture: str,
+) -> Captured:
+    """The step of a sample call."""
     one_of("semantics", semantics, SEMANTICS)
     check_hooks(model, "refuse")
     call = capturing.read(model, args, kwargs, batch=batch, target=target)
-    captured = captured_step(model, call, loss_fn, target is not NO_TARGET, capture, semantics)
-    return planned(captured, **pins)
+    return captured_step(model, call, loss_fn, target is not NO_TARGET, capture, semantics)
 
 
 def named(stages: int | Sequence[str] | None) -> tuple[str, ...]:

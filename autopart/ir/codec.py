@@ -230,9 +230,9 @@ def _dataclass(kind: type, data: Any, where: str) -> Any:
 
 @functools.cache
 def _fields(kind: Any) -> dict[str, Any]:
-    """The types of the fields that make a dataclass, by name."""
+    """The types of the fields that make a dataclass, by name; what equality leaves out is no part of its data."""
     hints = get_type_hints(kind)
-    return {field.name: hints[field.name] for field in fields(kind) if field.init}
+    return {field.name: hints[field.name] for field in fields(kind) if field.init and field.compare}
 
 
 def _expect(holds: bool, what: str, data: Any, where: str) -> None:

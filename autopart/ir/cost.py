@@ -25,6 +25,11 @@ EXPRESSIONS = (
 )
 """The fields of a cost that depend on the microbatch size."""
 
+REST = "output"
+"""What a segment is called that is in no module, behind the last one: a loss, say. A call without it has no place where
+a stage could begin there.
+"""
+
 OPTIMIZER_RATIO = 2.0
 """Bytes of optimizer state per byte of trainable parameter: AdamW's two moments, in the parameter's dtype."""
 
@@ -76,9 +81,7 @@ class SegmentCost:
                 f" ({self.parameter_bytes}), not {self.trainable_bytes}"
             )
         for field in EXPRESSIONS:
-            symbols: set[object] = getattr(getattr(self, field), "free_symbols", set())
-            extra = symbols - {batch_symbol()}
-            if extra:
+            if extra := _others(getattr(self, field)):
                 raise ValueError(f"segment {self.name!r}: {field} depends on {extra}; only batch_symbol() is known")
 
     def at(self, batch: int) -> SegmentNumbers:
@@ -118,6 +121,12 @@ class SegmentNumbers:
             value = getattr(self, field.name)
             if isinstance(value, int) and value < 0:
                 raise ValueError(f"segment {self.name!r}: {field.name} must not be negative, got {value}")
+
+
+@lru_cache(maxsize=4096)
+def _others(expression: Any) -> frozenset[object]:
+    """The symbols of an expression but that of the batch."""
+    return frozenset(getattr(expression, "free_symbols", ())) - {batch_symbol()}
 
 
 @lru_cache(maxsize=4096)

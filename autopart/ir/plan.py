@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
-from autopart.ir import plan_text
+from autopart.ir import explanation, plan_text
+from autopart.ir.choice import Alternative, SegmentFact
 from autopart.ir.document import Document
 from autopart.ir.mesh import Mesh, pieces
-from autopart.ir.module_text import explain_module
 from autopart.ir.placement import Placement
 from autopart.ir.state import BUCKET
 from autopart.ir.tensor_plan import TensorPlan
 
-VERSION = 1
+VERSION = 2
 
 OUTPUT = "<output layer>"
 """Among the cuts of a segmented model: the last segment is the product with the vocabulary and what comes after it."""
@@ -90,6 +90,9 @@ class Plan:
     barriers: int = 0  # where the last segment, the output layer, is split over the pp ranks: those of the schedule
     slices: int = 1  # the pieces into which the schedule cuts the sequence
     lengths: tuple[int, ...] = ()  # the tokens of each; without them, as even as can be
+    alternatives: tuple[Alternative, ...] = ()  # the runners-up, one for each kind of choice
+    facts: tuple[SegmentFact, ...] = ()  # what segments cost at the plan's microbatches, equal ones together
+    took: float = field(default=0.0, compare=False)  # seconds of the search; no part of the plan, nor of its file
 
     def __post_init__(self) -> None:
         columns = [stage_ranks(self.mesh, column) for column in range(self.mesh.degree("pp"))]
@@ -192,12 +195,13 @@ class Plan:
         """A table of the stages and the predictions, to read."""
         return plan_text.summary(self)
 
-    def explain(self, module: str | None = None) -> str:
-        """Why the plan is as it is, to read; of a module, how the tensors there are placed, and what others would take.
+    def explain(self, name: str | None = None) -> str:
+        """Why the plan is as it is, to read; of a segment or module by its dotted name, where it is and what it costs.
 
-        Raises ValueError, naming the next, for a module that no segment has or is part of.
+        Where tensors are split inside segments, also how they are placed there, and what other placements would take.
+        Raises ValueError for a name that no segment has, is inside of, or lies in.
         """
-        return plan_text.explain(self) if module is None else explain_module(self, module)
+        return explanation.explain(self) if name is None else explanation.segment(self, name)
 
     def diff(self, other: Plan) -> str:
         """What changes from this plan to another, a line a change; empty if nothing does."""

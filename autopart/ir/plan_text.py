@@ -1,4 +1,4 @@
-"""A plan as text for people: summary, explanation, difference."""
+"""A plan as text for people: summary and difference."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from autopart.ir.plan import Plan
 
-_STATES = ("parameters", "optimizer", "gradients", "activations", "transient")
+STATES = ("parameters", "optimizer", "gradients", "activations", "transient")
 
 
 def format_bytes(count: int | float) -> str:
@@ -58,15 +58,15 @@ def schedule(text: str) -> str:
 def summary(plan: Plan) -> str:
     """Choices, a table with a row a stage, and predictions."""
     predicted, every = plan.prediction, [name for stage in plan.stages for name in stage.segments]
-    rows = [["stage", "segments", "ranks", "time", *_STATES, "peak"]]
+    rows = [["stage", "segments", "ranks", "time", *STATES, "peak"]]
     for number, stage in enumerate(plan.stages):
         memory, first = predicted.memory[number], plan.place.index(plan.place[number])
-        held = [format_bytes(size) for size in (*(getattr(memory, state) for state in _STATES), memory.total)]
+        held = [format_bytes(size) for size in (*(getattr(memory, state) for state in STATES), memory.total)]
         rows.append(
             [str(number), f"{len(stage.segments)}: {span(stage.segments)}", _ranks(stage.ranks)]
             + [format_seconds(predicted.stage_seconds[number])]
             # a rank holds the memory of its stages together
-            + (held if first == number else [f"with stage {first}", *[""] * len(_STATES)])
+            + (held if first == number else [f"with stage {first}", *[""] * len(STATES)])
         )
     head = [
         f"mesh {plan.mesh}, schedule {schedule(plan.schedule)}, "
@@ -74,35 +74,11 @@ def summary(plan: Plan) -> str:
         f" of a batch of {plan.batch}",
         "placement " + "; ".join(f"{pattern}: {placement}" for pattern, placement in plan.placements),
         *([f"recompute {spans(plan.recompute, every)}"] if plan.recompute else []),
-        *_inside(plan, every),
+        *inside(plan, every),
         *(f"another copy of the model has its stages on the pipeline ranks {copy}" for copy in plan.mirrors),
         f"predicted step {format_seconds(predicted.step_seconds)}, bubble {predicted.bubble:.1%}",
     ]
     return "\n".join([*head, *_table(rows), *_traffic(plan), f"optimality: {plan.optimality}"])
-
-
-def explain(plan: Plan) -> str:
-    """The reasons for the choices, and which stage binds time and memory."""
-    predicted = plan.prediction
-    slow = max(range(len(plan.stages)), key=lambda s: predicted.stage_seconds[s])
-    full = max(range(len(plan.stages)), key=lambda s: predicted.memory[s].total)
-    together = plan.together(full)
-    held = ", ".join(span(plan.stages[s].segments) for s in together)
-    parts = [(state, getattr(predicted.memory[full], state)) for state in _STATES]
-    largest = " + ".join(f"{format_bytes(size)} {state}" for state, size in parts if size)
-    return "\n".join(
-        [
-            f"mesh {plan.mesh}, schedule {schedule(plan.schedule)}, microbatches {plan.microbatches}",
-            *(f"- {note}" for note in plan.notes),
-            *(f"- {line}" for line in _inside(plan, [name for stage in plan.stages for name in stage.segments])),
-            f"- slowest is stage {slow} ({span(plan.stages[slow].segments)}):"
-            f" {format_seconds(predicted.stage_seconds[slow])} a microbatch",
-            f"- fullest {'is stage' if len(together) == 1 else 'are the ranks of stages'}"
-            f" {' and '.join(map(str, together))} ({held}):"
-            f" {format_bytes(predicted.memory[full].total)} = {largest or 'nothing'}",
-            f"- optimality: {plan.optimality}",
-        ]
-    )
 
 
 def diff(plan: Plan, other: Plan) -> str:
@@ -119,8 +95,9 @@ def diff(plan: Plan, other: Plan) -> str:
 def _flat(plan: Plan) -> dict[str, str]:
     """Every fact of a plan by a readable name."""
     facts = {field.name: str(getattr(plan, field.name)) for field in fields(plan)}
-    for structured in ("stages", "placements", "prediction", "notes", "recompute", "tensor"):
-        del facts[structured]
+    structured = ("stages", "placements", "prediction", "notes", "recompute", "tensor", "alternatives", "facts", "took")
+    for each in structured:
+        del facts[each]
     facts["schedule"] = plan.schedule.replace("\n", " | ")
     facts["placement"] = "; ".join(f"{pattern}: {placement}" for pattern, placement in plan.placements)
     facts["recompute"] = ", ".join(plan.recompute) or "nothing"
@@ -130,6 +107,11 @@ def _flat(plan: Plan) -> dict[str, str]:
         }
         choices = repr((plan.tensor.choices, plan.tensor.segments))
         facts["choices inside segments"] = hashlib.sha256(choices.encode()).hexdigest()[:8]
+    facts |= {
+        f"runner-up {each.choice}": f"{each.option}: {each.step_seconds!r} s, {each.peak} bytes"
+        for each in plan.alternatives
+    }
+    facts |= {f"cost of {span(fact.segments)}": str(fact) for fact in plan.facts}
     for number, stage in enumerate(plan.stages):
         facts[f"stage {number} segments"] = ", ".join(stage.segments)
         facts[f"stage {number} ranks"] = _ranks(stage.ranks)
@@ -137,13 +119,13 @@ def _flat(plan: Plan) -> dict[str, str]:
     facts["bubble"] = repr(plan.prediction.bubble)
     for number, memory in enumerate(plan.prediction.memory):
         facts[f"stage {number} seconds"] = repr(plan.prediction.stage_seconds[number])
-        facts |= {f"stage {number} {state} bytes": str(getattr(memory, state)) for state in _STATES}
+        facts |= {f"stage {number} {state} bytes": str(getattr(memory, state)) for state in STATES}
     for rank, sent in enumerate(plan.prediction.sent):
         facts |= {f"rank {rank} {collective} bytes": str(count) for collective, count in sent}
     return facts | {f"note {number}": note for number, note in enumerate(plan.notes)}
 
 
-def _inside(plan: Plan, names: Sequence[str]) -> list[str]:
+def inside(plan: Plan, names: Sequence[str]) -> list[str]:
     """How parameters lie on the axis inside segments, those of layers that differ in a number together; what passes."""
     tensor = plan.tensor
     if tensor is None:

@@ -18,6 +18,7 @@ from itertools import groupby
 
 from autopart.errors import CaptureError
 from autopart.ir.captured import Captured
+from autopart.ir.cost import REST
 from autopart.ir.graph import Node
 from autopart.ir.plan import OUTPUT
 from autopart.ir.segmented import Segmented
@@ -192,7 +193,7 @@ def _runs(labels: list[str | None], cuts: tuple[str, ...]) -> tuple[list[str], l
             waiting = []
         else:
             pieces[-1].append((key, count))
-    names = _unique([next((k for k, _ in piece if k), "output") for piece in pieces])
+    names = _unique([next((k for k, _ in piece if k), REST) for piece in pieces])
     number = [i for i, piece in enumerate(pieces) for _, count in piece for _ in range(count)]
     return names, number
 

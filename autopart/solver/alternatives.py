@@ -1,46 +1,135 @@
-"""What a placed body would take otherwise: with nothing split, or with what passes through it placed in other ways."""
+"""The runners-up of a plan: for each kind of choice the best plan that chooses otherwise, found by the same search."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
+from dataclasses import replace
 
-from autopart.ir.placement import TensorPlacement
-from autopart.ir.tensor_plan import Costs
-from autopart.solver.axis import PICO
-from autopart.solver.eliminate import Eliminated, picks
-from autopart.solver.layout import Layout, evaluate
-
-Choices = Mapping[str, Sequence[TensorPlacement]]
-"""The placements among which each unit of a boundary chooses."""
-
-WHOLE = "with nothing split"
-"""What a body is called in which every place computes all."""
+from autopart.ir.choice import Alternative, SegmentFact
+from autopart.ir.plan_text import spans
+from autopart.solver.cut import Cut
+from autopart.solver.joint import Best, best, leanest
+from autopart.solver.kinds import FEMTOSECONDS
+from autopart.solver.request import inside
+from autopart.solver.space import Setting, Space
 
 
-def alternatives(layout: Layout, solved: Eliminated, given: Mapping[str, int], choices: Choices) -> Costs:
-    """The costs of a body whose boundary is `given`, by variable, and of others: each the best of its kind.
-
-    Shared parameters stay as they are; a value that cannot be placed so keeps its placement.
-    """
-    chosen = _time(layout, solved, given)
-    assert chosen is not None  # the boundary is that of a solution
-    others = [(WHOLE, evaluate(layout, [0] * len(layout.units)))]
-    others += [(f"with {how} passing", _time(layout, solved, other)) for how, other in _boundaries(given, choices)]
-    return Costs(chosen / PICO, tuple((what, time / PICO) for what, time in others if time is not None))
+def alternatives(space: Space, chosen: Best) -> tuple[Alternative, ...]:
+    """What else could have been chosen, a runner-up for each kind of choice that is not pinned."""
+    return tuple(
+        found
+        for kind in (_mesh, _placement, _microbatches, _schedule, _split, _recompute)
+        for found in kind(space, chosen)
+    )
 
 
-def _boundaries(given: Mapping[str, int], choices: Choices) -> Iterator[tuple[TensorPlacement, dict[str, int]]]:
-    """For each placement another boundary, in which all that passes has it, if it can."""
-    passing = {unit: list(places) for unit, places in choices.items() if not unit.startswith("parameter ")}
-    seen = [dict(given)]
-    for how in dict.fromkeys(how for places in passing.values() for how in places):
-        other = {**given, **{f"u:{unit}": places.index(how) for unit, places in passing.items() if how in places}}
-        if other not in seen:
-            seen.append(other)
-            yield how, other
+def _mesh(space: Space, chosen: Best) -> Iterator[Alternative]:
+    others = [each for each in space.settings if each.mesh != chosen.setting.mesh]
+    yield from _best(space, "mesh", others)
 
 
-def _time(layout: Layout, solved: Eliminated, given: Mapping[str, int]) -> int | None:
-    """The time of the best with this boundary, counted afresh; None if there is none."""
-    values = solved.best(given)
-    return None if values is None else evaluate(layout, picks(layout, values))
+def _placement(space: Space, chosen: Best) -> Iterator[Alternative]:
+    mesh, rules = chosen.setting.mesh, chosen.setting.placements
+    others = [each for each in space.settings if each.mesh == mesh and each.placements != rules]
+    yield from _best(space, "placement", others)
+
+
+def _microbatches(space: Space, chosen: Best) -> Iterator[Alternative]:
+    others = [
+        each
+        for each in space.settings
+        if replace(each, microbatches=0) == replace(chosen.setting, microbatches=0) and each != chosen.setting
+    ]
+    yield from _best(space, "microbatches", others)
+
+
+def _schedule(space: Space, chosen: Best) -> Iterator[Alternative]:
+    """The other flush of whole backwards, all else the same."""
+    setting, other = chosen.setting, {"1f1b": "gpipe", "gpipe": "1f1b"}
+    if setting.mesh.degree("pp") > 1 and setting.text in other and not space.request.forwards_first:
+        yield from _best(space, "schedule", [replace(setting, text=other[setting.text])])
+
+
+def _split(space: Space, chosen: Best) -> Iterator[Alternative]:
+    if chosen.setting.mesh.degree("pp") > 1:
+        found = space.best(chosen.setting)
+        if found is not None and found.next is not None:
+            names = space.request.names
+            begin = ", ".join(names[start] for start in found.next.starts[1:])
+            yield _told(space, "split", f"stages from {begin}", chosen.setting, found.next)
+
+
+def _recompute(space: Space, chosen: Best) -> Iterator[Alternative]:
+    """Nothing recomputed where something is, else everything that keeps less by it."""
+    request, setting = space.request, chosen.setting
+    if not request.free:
+        return
+    if any(sum(way.counts) for way in chosen.cut.ways):
+        found = space.best(setting, recomputing=False)
+        if found is not None and found.cut is not None:
+            yield _told(space, "recompute", "nothing", setting, found.cut)
+        else:
+            yield Alternative("recompute", "nothing", None, int(space.least(setting, recomputing=False)))
+    elif any(again is not None for again in request.at(inside(setting.mesh)).recomputed):
+        everything = request.at(inside(setting.mesh)).recomputing()
+        other = Space(replace(everything, free=False))
+        yield from _best(other, "recompute", [setting], spans(everything.recompute, request.names))
+
+
+def _best(space: Space, choice: str, settings: list[Setting], option: str = "") -> Iterator[Alternative]:
+    """The best plan of some settings, or what they need at least."""
+    if not settings:
+        return
+    found = best(space, settings)
+    if found is not None:
+        yield _told(space, choice, option or _option(choice, found.setting), found.setting, found.cut)
+        return
+    setting, need = leanest(space, settings)
+    yield Alternative(choice, option or _option(choice, setting), None, need)
+
+
+def _told(space: Space, choice: str, option: str, setting: Setting, cut: Cut) -> Alternative:
+    return Alternative(choice, option, cut.step / FEMTOSECONDS, space.peak(setting, cut))
+
+
+def _option(choice: str, setting: Setting) -> str:
+    rules = setting.placements
+    placement = str(rules[0][1]) if len(rules) == 1 else "; ".join(f"{name}: {how}" for name, how in rules)
+    microbatches = f"{setting.microbatches} microbatch{'es' * (setting.microbatches > 1)}"
+    match choice:
+        case "mesh":
+            return f"{setting.mesh} with placement {placement} and {microbatches}"
+        case "placement":
+            return f"{placement} with {microbatches}"
+        case "microbatches":
+            return microbatches
+        case _:
+            return setting.text
+
+
+def facts(space: Space, setting: Setting) -> tuple[SegmentFact, ...]:
+    """What the segments cost at the microbatches of a setting, those of a kind together."""
+    table, names = space.table(setting), space.request.names
+    again = {each.kind: each for each in table.again}
+    made = []
+    for kind, numbers in enumerate(table.numbers):
+        first = table.kinds.index(kind)
+        change = again.get(kind)
+        more = {}
+        if change is not None:
+            more = {
+                "again_seconds": (change.more[0] + change.more[1]) / FEMTOSECONDS,
+                "again_saved_bytes": numbers.saved_bytes - change.gain,
+                "again_transient": change.transient,
+            }
+        made.append(
+            SegmentFact(
+                segments=tuple(name for name, other in zip(names, table.kinds, strict=True) if other == kind),
+                forward_seconds=(table.forward[first + 1] - table.forward[first]) / FEMTOSECONDS,
+                backward_seconds=(table.backward[first + 1] - table.backward[first]) / FEMTOSECONDS,
+                parameter_bytes=numbers.parameter_bytes,
+                saved_bytes=numbers.saved_bytes,
+                **more,  # type: ignore[arg-type]
+            )
+        )
+    return tuple(made)

@@ -2,23 +2,37 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from math import inf
 
 from autopart.cluster import Cluster
 from autopart.ir.action import Schedule
 from autopart.ir.cost import SegmentCost
 from autopart.ir.mesh import Mesh
 from autopart.ir.plan import Plan, Prediction, Stage, stage_ranks
-from autopart.ir.plan_text import format_bytes, format_seconds, spans
+from autopart.ir.plan_text import schedule as written
 from autopart.ir.tensor_plan import TensorPlan
 from autopart.schedules.spell import splits_output
-from autopart.solver.certify import certify
-from autopart.solver.chunks import PRECISION, fastest
+from autopart.solver.alternatives import alternatives, facts
+from autopart.solver.certify import INTERVALS, certify
 from autopart.solver.infeasible import infeasible
-from autopart.solver.request import INSIDE, Pinned, Request, resolve
+from autopart.solver.joint import Best, Progress, best, leanest
+from autopart.solver.kinds import FEMTOSECONDS
+from autopart.solver.reasons import notes, optimality, quality
+from autopart.solver.request import Pinned, Request, resolve
 from autopart.solver.schedule import Chosen, search
 from autopart.solver.search import Solved, check_schedule, exchanged_seconds, first_fit, flush, stage_seconds
+from autopart.solver.space import Space
+from autopart.solver.split import solve_split
+
+OBJECTIVES = {
+    "time": "predicted step time",
+    "memory": "peak memory, then step time",
+    "throughput_per_cost": "device time of a step",
+}
+"""What a plan can be searched for, and what that is called."""
 
 
 def choose(
@@ -39,18 +53,26 @@ def choose(
     forwards_first: bool = False,
     fingerprint: str = "",
     tensor: TensorPlan | None = None,
+    objective: str = "time",
+    time_limit: float | None = None,
+    progress: Progress = lambda done, count: None,
+    degrees: Sequence[tuple[TensorPlan, Sequence[SegmentCost], Sequence[SegmentCost]]] = (),
 ) -> Plan:
     """The plan for a model of these segments and a batch of `batch` samples.
 
-    What is not pinned is chosen by a simple rule: the first that fits the memory limit, trying ddp, zero1, zero2 and
-    fsdp before smaller microbatches, and those before more stages, from one data axis over everything upwards
-    (`solver.search`). The schedule is 1f1b; with ``schedule="auto"`` it is, the other choices made by that rule, the
-    one that is predicted to be fastest of those that fit (`solver.schedule`; with `forwards_first`, of those that steps
-    without a loss can follow), and the notes say what it was compared with. If nothing fits so, the same search is made
-    with every segment recomputed that keeps less by it. For these choices the stage split is optimal: the busiest rank
-    is as fast as it can be, proven by z3 (`solver.certify`), with ties broken by a faster slowest stage, fewer boundary
-    bytes, then earlier cuts. Where ranks hold several stages, the split has the shortest predicted flush of several
-    with a small load of the busiest rank (`solver.chunks`), and the plan's `optimality` says what is proven of it.
+    What is not pinned is searched for jointly: mesh, placement, microbatches, stage split and what is recomputed, for
+    the shortest predicted step within the memory limit (`solver.space`, `solver.joint`), under 1f1b or the pinned
+    schedule. The plan's `optimality` names the space and says that the plan is optimal in it, or how far from the best
+    it can be at most; `alternatives` has the runner-up of each choice. `objective` may also be "memory", the fewest
+    bytes on the fullest device, of such plans the fastest; or "throughput_per_cost", with which fewer devices may be
+    used, for the least device time a step. After `time_limit` seconds the best plan so far is returned.
+
+    Where ranks hold several stages, or there are two copies of the model, and with ``schedule="auto"``, mesh, placement
+    and microbatches follow a rule instead: the first that fits, trying ddp, zero1, zero2 and fsdp before smaller
+    microbatches, and those before more stages (`solver.search`); everything recomputed if nothing fits otherwise. Then
+    the stage split has the shortest predicted flush of several with a small load of the busiest rank
+    (`solver.chunks`), and with ``schedule="auto"`` the schedule is the fastest that fits of those that were looked at
+    (`solver.schedule`; with `forwards_first`, of those that steps without a loss can follow).
 
     `cluster` defaults to CPU devices, `devices` to the size of a pinned mesh, else of the cluster, `memory` (bytes per
     device) to the cluster's.
@@ -61,11 +83,17 @@ def choose(
     `recompute` pins that: True, False, or modules whose segments are recomputed; `recomputed` has what every segment
     costs when it is (by default as much as it does anyway).
     `optimizer_ratio` is bytes of optimizer state per byte of trainable parameter. With a `mesh` that splits tensors
-    inside segments the costs are those of one place, and `tensor` is what was decided there.
+    inside segments the costs are those of one place, and `tensor` is what was decided there. Where the mesh is free,
+    `degrees` has more of such: what was decided, and what segments cost then, plain and recomputed. `progress` is told
+    how many settings are done, of how many.
 
     Raises ValueError or TypeError naming a bad argument; `PlanInfeasible` where nothing fits, with the stage that needs
     most, by state, and single changes that make it fit.
     """
+    if objective not in OBJECTIVES:
+        raise ValueError(f"objective: {objective!r} is not known; one of {', '.join(OBJECTIVES)}")
+    if time_limit is not None and not time_limit > 0:
+        raise ValueError(f"time_limit: must be more than 0 seconds, not {time_limit}")
     output = None
     if splits_output(schedule):  # it is on no stage: each rank has a part
         *costs, output = costs
@@ -88,16 +116,95 @@ def choose(
         optimizer_ratio=optimizer_ratio,
         forwards_first=forwards_first,
         output=output,
+        tensor=tensor,
+        degrees=degrees,
     )
-    inside = {axis: request.mesh.degree(axis) for axis in INSIDE} if request.mesh is not None else {}
-    if any(degree > 1 for degree in inside.values()) and tensor is None:
-        raise ValueError(f"mesh: {request.mesh} splits tensors inside segments; use autopart.plan, which places them")
-    if output is not None and any(degree > 1 for degree in inside.values()):
+    if output is not None and request.tensors:
         raise ValueError(
             f"schedule: it splits the output layer over the pipeline ranks, and the mesh {request.mesh} splits tensors "
             "inside segments, which do not go together yet; pin another schedule, such as schedule='1f1b'"
         )
     check_schedule(request)
+    began = time.monotonic()
+    space = Space(request)
+    if space.single:
+        plan = _jointly(
+            space, objective, began + (inf if time_limit is None else time_limit), progress, mesh, recompute
+        )
+    else:
+        if objective != "time":
+            raise ValueError(
+                f"objective: {objective!r} is searched for where each pipeline rank holds one stage of one copy of the "
+                f"model; pin such a schedule, as 1f1b, not {written(request.schedules[0])}"
+            )
+        plan = _by_rule(request, mesh is not None, recompute)
+    return replace(plan, fingerprint=fingerprint, took=time.monotonic() - began)
+
+
+def _jointly(
+    space: Space,
+    objective: str,
+    deadline: float,
+    progress: Progress,
+    mesh: object,
+    recompute: bool | Sequence[str] | None,
+) -> Plan:
+    """The best plan of a space."""
+    request, what, limit = space.request, OBJECTIVES[objective], None
+    if objective == "throughput_per_cost" and request.mesh is None:
+        space = _cheapest(space, deadline, progress)
+    if objective == "memory":
+        limit = min(request.memory, leanest(space, space.settings)[1])
+    found = best(space, space.settings, limit=limit, deadline=deadline, progress=progress)
+    if found is None:
+        raise infeasible(request)
+    afresh, solved = space.solved(found.setting, found.cut)
+    certified = _certified(solved)
+    plan = _plan(afresh, Chosen(solved, "", ""), quality(space, found, certified=certified, what=what))
+    _check(plan, space, found)
+    chosen = notes(afresh, Chosen(solved, "", ""), mesh is not None, recompute, what)
+    others = alternatives(space, found) if time.monotonic() < deadline else ()
+    return replace(plan, notes=chosen, alternatives=others, facts=facts(space, found.setting))
+
+
+def _cheapest(space: Space, deadline: float, progress: Progress) -> Space:
+    """The space of as many devices, or of fewer, on which a step takes the least time of all of them together."""
+    spaces = [
+        Space(replace(space.request, devices=count))
+        for count in range(1, space.request.devices + 1)
+        if space.request.devices % count == 0
+    ]
+    found = [
+        (best(each, each.settings, deadline=deadline, progress=progress), each) for each in spaces if each.settings
+    ]
+    costs = [(each.request.devices * plan.cut.step, each.request.devices, each) for plan, each in found if plan]
+    return min(costs, key=lambda cost: cost[:2])[2] if costs else space
+
+
+def _check(plan: Plan, space: Space, found: Best) -> None:
+    """The search and the code that predicts plans must agree: raises AssertionError, an internal error."""
+    step, counted = found.cut.step / FEMTOSECONDS, plan.prediction.step_seconds
+    if abs(step - counted) > 1e-9 * step + 1e-12:
+        raise AssertionError(f"internal error: a step of {step} s was searched for, but {counted} s are predicted")
+    peak, held = space.peak(found.setting, found.cut), max(need.total for need in plan.prediction.memory)
+    if held > peak:
+        raise AssertionError(f"internal error: {peak} bytes were searched for, but {held} are predicted")
+
+
+def _certified(solved: Solved) -> bool:
+    """Whether z3 proves that the slowest stage is as fast as can be: asked of small problems, where it is."""
+    problem = solved.problem
+    if problem.stages == 1 or (problem.segments - problem.stages + 1) ** 2 * problem.stages > INTERVALS:
+        return False
+    fastest = solve_split(problem)
+    if fastest is None or fastest.slowest != solved.split.slowest:
+        return False
+    certify(problem, solved.split)
+    return True
+
+
+def _by_rule(request: Request, pinned: bool, recompute: bool | Sequence[str] | None) -> Plan:
+    """The plan by the stated rule: where ranks hold several stages, or the schedule is searched for."""
     solved = first_fit(request)
     if solved is None and recompute is None:
         request = request.recomputing()
@@ -105,14 +212,16 @@ def choose(
     if solved is None:
         raise infeasible(request)
     chosen = search(request, solved) if request.searched else Chosen(solved, "", "")
-    plan = _plan(request, chosen, tensor)
-    return replace(plan, notes=_notes(request, chosen, mesh is not None, recompute), fingerprint=fingerprint)
+    solved = replace(chosen.solved, split=certify(chosen.solved.problem, chosen.solved.split))
+    text = "; ".join(filter(None, (optimality(solved), chosen.verdict)))
+    return replace(
+        _plan(request, replace(chosen, solved=solved), text), notes=notes(request, chosen, pinned, recompute)
+    )
 
 
-def _plan(request: Request, chosen: Chosen, tensor: TensorPlan | None) -> Plan:
-    """The plan of a solution, whose split is proven."""
+def _plan(request: Request, chosen: Chosen, text: str) -> Plan:
+    """The plan of a solution."""
     solved = chosen.solved
-    solved = replace(solved, split=certify(solved.problem, solved.split))
     candidate = solved.candidate
     stages = [
         Stage(request.names[i:j], stage_ranks(candidate.mesh, column))
@@ -129,11 +238,11 @@ def _plan(request: Request, chosen: Chosen, tensor: TensorPlan | None) -> Plan:
         recompute=request.recompute,
         batch=request.batch,
         prediction=predict(request, solved),
-        optimality="; ".join(filter(None, (_optimality(solved), chosen.verdict))),
+        optimality=text,
         notes=(),
         fingerprint="",
         mirrors=candidate.schedule.mirrors,
-        tensor=tensor,
+        tensor=request.tensor_on(candidate.mesh),
         barriers=candidate.schedule.barriers,
         slices=candidate.schedule.slices,
         lengths=candidate.schedule.lengths,
@@ -154,62 +263,4 @@ def predict(request: Request, solved: Solved) -> Prediction:
         bubble=max(0.0, 1 - busy / length) if length else 0.0,
         stage_seconds=both,
         memory=memory,
-    )
-
-
-def _optimality(solved: Solved) -> str:
-    problem, split = solved.problem, solved.split
-    rest = "mesh, placement and microbatches by rule, not searched"
-    if problem.stages == 1:
-        return f"one stage, so nothing to split; {rest}"
-    busiest = format_seconds(split.busiest * 1e-15)
-    ways = f"cut {problem.segments} segments into {problem.stages} stages"
-    if problem.ranks == problem.stages:
-        return (
-            f"optimal split (z3): no way to {ways} within the memory limit has a slowest stage faster than {busiest} a"
-            f" microbatch; {rest}"
-        )
-    if split.exact:
-        return (
-            f"shortest flush found of the ways to {ways} on {problem.ranks} ranks: the busiest rank takes {busiest} a"
-            f" microbatch, and within the memory limit none can take more than {1 / PRECISION:.1%} less than"
-            f" {format_seconds(split.least * 1e-15)} (z3); {rest}"
-        )
-    return (
-        f"shortest flush found of the ways to {ways} on {problem.ranks} ranks: the busiest rank takes {busiest} a"
-        f" microbatch, {split.busiest / fastest(problem) - 1:.1%} more than the mean of the ranks, or than the longest"
-        f" segment; {rest}"
-    )
-
-
-def _split_output(name: str, ranks: int) -> str:
-    return f"output layer {name}: on none of the stages, each of the {ranks} pipeline ranks has a part of its classes"
-
-
-def _notes(request: Request, chosen: Chosen, pinned: bool, recompute: bool | Sequence[str] | None) -> tuple[str, ...]:
-    """Where each choice comes from."""
-    candidate = chosen.solved.candidate
-    mesh, limit = candidate.mesh, format_bytes(request.memory)
-    stages = mesh.degree("pp")
-    if pinned:
-        where = f"mesh {mesh}: pinned"
-    elif request.stages is not None:
-        where = f"mesh {mesh}: {request.stages} stages were pinned, the other devices share the batch"
-    elif stages == 1:
-        where = f"mesh {mesh}: everything fits {limit} per device on one data axis"
-    else:
-        where = f"mesh {mesh}: the fewest stages that fit {limit} per device and the batch of {request.batch}"
-    again = spans(request.recompute, request.names) or "nothing"
-    return (
-        where,
-        f"placement {candidate.placements[-1][1]}: "
-        + ("pinned" if len(request.placements) == 1 else "the first of ddp, zero1, zero2, fsdp that fits"),
-        f"microbatches {candidate.microbatches}: "
-        + ("pinned" if request.microbatches else "1 without a pipeline, else 4 a stage; more where memory asks for it"),
-        *([chosen.note] if chosen.note else []),
-        *([_split_output(request.output.name, stages)] if request.output is not None else []),
-        f"recompute for memory {again}: "
-        + ("pinned" if recompute is not None else "nothing fits without" if request.recompute else "it fits without"),
-        f"memory limit {limit} per device, optimizer state {request.optimizer_ratio:g} x the trainable parameters,"
-        f" times of the {request.cluster.name} cluster at its peak rates",
     )

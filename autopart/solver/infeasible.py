@@ -9,16 +9,21 @@ from autopart.cluster import parse_bytes
 from autopart.errors import PlanInfeasible
 from autopart.ir.mesh import Mesh
 from autopart.ir.placement import PRESETS, Placement
-from autopart.ir.plan_text import format_bytes, schedule, span
+from autopart.ir.plan_text import format_bytes, schedule, span, spans
 from autopart.solver.chunks import least_limit
+from autopart.solver.joint import best, leanest
 from autopart.solver.request import LEAN, Request
 from autopart.solver.search import Solved, best_split, candidates, first_fit, pose
+from autopart.solver.space import Space
 from autopart.solver.split import bottleneck
+
+MOST = 64
+"""How many times as many devices are tried at most."""
 
 
 def infeasible(request: Request) -> PlanInfeasible:
     """The error for a request without a plan: what the fullest stage of the nearest miss needs, and the ways out."""
-    nearest = nearest_miss(request)
+    afresh, nearest = nearest_miss(request)
     split, mesh, problem = nearest.split, nearest.candidate.mesh, nearest.problem
     cuts = [*split.starts, len(request.costs)]
     needs = nearest.memory()
@@ -36,94 +41,151 @@ def infeasible(request: Request) -> PlanInfeasible:
         (need.transient, "transient buffers"),
     ]
     placement = "; ".join(f"{pattern}: {chosen}" for pattern, chosen in nearest.candidate.placements)
-    ways = "; or ".join(remedies(request, nearest)) or "no single change of placement, microbatches, schedule or mesh"
+    lifted = list(remedies(request, nearest))
+    ways = "; or ".join(text for text, _ in lifted) or "no single change of placement, microbatches, schedule or mesh"
     runs = ", ".join(span(request.names[cuts[k] : cuts[k + 1]]) for k in held)
     who = f"stage {stage}" if len(held) == 1 else f"the rank of stages {' and '.join(map(str, held))}"
+    again = "everything" if request.recompute == afresh.recompute else spans(afresh.recompute, request.names)
     return PlanInfeasible(
         f"no plan fits {format_bytes(request.memory)} per device. Nearest, with mesh {mesh}, placement {placement},"
         f" {nearest.candidate.microbatches} microbatches, {schedule(nearest.candidate.text)},"
-        f" {'recomputing' if request.recompute else 'without recomputing'}: {who} ({runs}) needs at least"
+        f" {f'recomputing {again}' if afresh.recompute else 'without recomputing'}: {who} ({runs}) needs at least"
         f" {format_bytes(need.total)} = "
         + " + ".join(f"{format_bytes(size)} {what}" for size, what in parts if size)
-        + f". It fits with: {ways}."
+        + f".{_together([pin for _, pin in lifted if pin])} It fits with: {ways}."
         + " With several copies of the model, other stages= may fit too." * bool(nearest.candidate.schedule.mirrors)
     )
 
 
-def nearest_miss(request: Request) -> Solved:
-    """Of all candidates the one whose fullest rank needs the least memory, split so that it does."""
-    best: Solved | None = None
+def _together(pins: list[str]) -> str:
+    """Which pins contradict each other: those of which either may stay if the other goes."""
+    return f" {' and '.join(pins[:2])} are each fine alone, but not together." if len(pins) > 1 else ""
+
+
+def fits(request: Request) -> bool:
+    """Whether the request has a plan."""
+    space = Space(request)
+    if not space.single:
+        return first_fit(request) is not None
+    return any(space.least(setting) <= request.memory for setting in space.settings)
+
+
+def nearest_miss(request: Request) -> tuple[Request, Solved]:
+    """Of all plans the one whose fullest rank needs least, with the limit that it needs and what it recomputes."""
+    space = Space(request)
+    if not space.single:
+        everything = request.recomputing() if request.free else request
+        return everything, _nearest_candidate(everything)
+    setting, limit = leanest(space, space.settings)
+    found = best(space, [setting], limit=limit)
+    assert found is not None, "the least need is enough"
+    return space.solved(setting, found.cut, limit=limit)
+
+
+def _nearest_candidate(request: Request) -> Solved:
+    nearest: Solved | None = None
     for candidate in candidates(request):
         model, problem = pose(request, candidate)
         several = problem.ranks < problem.stages
         peak = (
-            least_limit(problem, best.problem.limit if best is not None else None)
+            least_limit(problem, nearest.problem.limit if nearest is not None else None)
             if several
             else int(bottleneck(problem, problem.need))
         )
-        if best is None or peak < best.problem.limit:
+        if nearest is None or peak < nearest.problem.limit:
             relaxed = replace(problem, limit=peak)
             split = best_split(request, candidate, model, relaxed)
             assert split is not None, "the least peak is feasible"
-            best = Solved(candidate, model, relaxed, split)
-            best = replace(best, problem=replace(relaxed, limit=max(peak, best.peak())))
-    assert best is not None, "a resolved request has a candidate"
-    return best
+            nearest = Solved(candidate, model, relaxed, split)
+            nearest = replace(nearest, problem=replace(relaxed, limit=max(peak, nearest.peak())))
+    assert nearest is not None, "a resolved request has a candidate"
+    return nearest
 
 
-def remedies(request: Request, nearest: Solved) -> Iterator[str]:
-    """Single changes of the request under which it was solved, each the smallest of its kind."""
+def remedies(request: Request, nearest: Solved) -> Iterator[tuple[str, str]]:
+    """Single changes under which there is a plan, each the smallest of its kind, and the pin that it lifts."""
     for kind in (
         _placements(request),
         _recompute(request),
         _microbatches(request),
         _schedules(request),
+        _stages(request),
         _mesh(request),
+        _devices(request),
     ):
-        for text, changed in kind:
-            if first_fit(changed) is not None:
-                yield text
+        for text, pin, changed in kind:
+            if fits(changed):
+                yield text, pin
                 break
     text, enough = _memory(nearest.problem.limit)
-    if first_fit(replace(request, memory=enough)) is not None:
-        yield text
+    if fits(replace(request, memory=enough)):
+        yield text, ""
 
 
-def _placements(request: Request) -> Iterator[tuple[str, Request]]:
+Changes = Iterator[tuple[str, str, Request]]
+"""The change as an argument, the pin that it lifts, and the request with it."""
+
+
+def _placements(request: Request) -> Changes:
     if len(request.placements) == 1:
         for name in PRESETS[1:]:
-            yield f"placement={name!r}", replace(request, placements=((("*", Placement.preset(name)),),))
+            changed = replace(request, placements=((("*", Placement.preset(name)),),))
+            yield f"placement={name!r}", f"placement={request.placements[0][-1][1]!s}", changed
 
 
-def _recompute(request: Request) -> Iterator[tuple[str, Request]]:
-    everything = request.recomputing()
-    if everything.recompute != request.recompute:
-        yield "recompute=True", everything
+def _recompute(request: Request) -> Changes:
+    if not request.free:
+        everything = request.recomputing()
+        if everything.recompute != request.recompute:
+            yield "recompute=True", f"recompute={list(request.recompute) or False}", everything
 
 
-def _microbatches(request: Request) -> Iterator[tuple[str, Request]]:
+def _microbatches(request: Request) -> Changes:
     if request.microbatches is not None and request.ranks is None:
         count, dp = request.microbatches * 2, request.mesh.degree("dp") if request.mesh else 1
         while count * dp <= request.batch:
-            yield f"microbatches={count}", replace(request, microbatches=count)
+            pin = f"microbatches={request.microbatches}"
+            yield f"microbatches={count}", pin, replace(request, microbatches=count)
             count *= 2
 
 
-def _schedules(request: Request) -> Iterator[tuple[str, Request]]:
+def _schedules(request: Request) -> Changes:
     """1f1b, then those that hold less and less: v1f1b, vhalf, vmin."""
     if not request.searched and not request.forwards_first:
         for name in LEAN[:4]:
             if name != request.schedules[0]:
-                yield f"schedule={name!r}", replace(request, schedules=(name,), ranks=None)
+                pin = f"schedule={schedule(request.schedules[0])!r}" if request.schedules[0] != LEAN[0] else ""
+                yield f"schedule={name!r}", pin, replace(request, schedules=(name,), ranks=None)
 
 
-def _mesh(request: Request) -> Iterator[tuple[str, Request]]:
-    if request.mesh is not None and request.stages is None and request.ranks is None:
+def _stages(request: Request) -> Changes:
+    """Other numbers of stages, or the same number that may begin anywhere."""
+    if request.mesh is None and request.stages is not None and request.ranks is None:
+        pin = f"stages={[request.names[i] for i in request.starts] or request.stages}"
+        for count in range(1, min(request.devices, len(request.costs)) + 1):
+            if request.devices % count == 0 and request.batch >= request.devices // count * (request.microbatches or 1):
+                yield f"stages={count}", pin, replace(request, stages=count, starts=())
+
+
+def _mesh(request: Request) -> Changes:
+    if request.mesh is not None and request.stages is None and request.ranks is None and not request.tensors:
         for pp in range(1, min(request.devices, len(request.costs)) + 1):
             dp, rest = divmod(request.devices, pp)
             if rest == 0 and request.batch >= dp * (request.microbatches or 1):
                 mesh = Mesh.of({"pp": pp, "dp": dp})
-                yield f"mesh={dict(mesh.axes)}", replace(request, mesh=mesh)
+                yield f"mesh={dict(mesh.axes)}", f"mesh={dict(request.mesh.axes)}", replace(request, mesh=mesh)
+
+
+def _devices(request: Request) -> Changes:
+    """Twice as many devices, and so on."""
+    if request.mesh is None and request.ranks is None and request.stages is None:
+        count = 2 * request.devices
+        while count <= MOST * request.devices:
+            changed = replace(request, devices=count)
+            if next(iter(Space(changed).settings), None) is not None:
+                there = count <= request.cluster.devices
+                yield f"devices={count}" if there else f"{count} such devices", "", changed
+            count *= 2
 
 
 def _memory(least: int) -> tuple[str, int]:

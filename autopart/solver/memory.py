@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import ceil
 from operator import le, mul
+from typing import overload
 
 from autopart.ir.action import ENDS, Kind, Schedule
 from autopart.ir.cost import SegmentNumbers
@@ -66,32 +67,32 @@ class MemoryModel:
 
     def stage(self, start: int, stop: int) -> StageMemory:
         """The memory of segments `start` to `stop` - 1 as one stage, its activations left out."""
-        held = [self._held(i, *self._own(i)) for i in range(start, stop)]
+        held = [self.held(i, *self.own(i)) for i in range(start, stop)]
         first = {t.name: (i, t) for i in reversed(range(start, stop)) for t in self.segments[i].tied}
-        held += [self._held(i, t.nbytes, t.nbytes * t.trainable) for i, t in first.values()]
+        held += [self.held(i, t.nbytes, t.nbytes * t.trainable) for i, t in first.values()]
         parameters, optimizer, gradients = (sum(column) for column in zip(*held, strict=True))
-        wire = sum(sorted(self._wire(i) for i in range(start, stop))[-2:])
+        wire = sum(sorted(self.wire(i) for i in range(start, stop))[-2:])
         recomputed = max(self.segments[i].recomputed_bytes for i in range(start, stop))
         return StageMemory(parameters, optimizer, gradients, 0, wire + recomputed)
 
-    def resident(self) -> tuple[tuple[int, ...], ...]:
+    def resident(self) -> Rows:
         """The interval table: [i][j - i - 1] is the bytes of segments i to j - 1 as a stage, activations left out."""
-        return tuple(tuple(self._growing(start)) for start in range(len(self.segments)))
+        return Rows(self)
 
-    def _growing(self, start: int) -> Iterator[int]:
+    def growing(self, start: int) -> Iterator[int]:
         """The bytes of the stages that begin at `start`, one segment longer each time."""
         held, wires, recomputed, seen = 0, [0], 0, set[str]()
         for i in range(start, len(self.segments)):
-            held += sum(self._held(i, *self._own(i)))
+            held += sum(self.held(i, *self.own(i)))
             for tied in self.segments[i].tied:
                 if tied.name not in seen:
-                    held += sum(self._held(i, tied.nbytes, tied.nbytes * tied.trainable))
+                    held += sum(self.held(i, tied.nbytes, tied.nbytes * tied.trainable))
                     seen.add(tied.name)
-            wires = sorted([*wires, self._wire(i)])[-2:]
+            wires = sorted([*wires, self.wire(i)])[-2:]
             recomputed = max(recomputed, self.segments[i].recomputed_bytes)
             yield held + sum(wires) + recomputed
 
-    def _own(self, i: int) -> tuple[int, int]:
+    def own(self, i: int) -> tuple[int, int]:
         """Parameter and trainable bytes of segment i that no other segment uses."""
         segment = self.segments[i]
         return (
@@ -99,7 +100,7 @@ class MemoryModel:
             segment.trainable_bytes - sum(t.nbytes for t in segment.tied if t.trainable),
         )
 
-    def _held(self, i: int, parameters: int, trainable: int) -> tuple[int, int, int]:
+    def held(self, i: int, parameters: int, trainable: int) -> tuple[int, int, int]:
         """Parameter, optimizer and gradient bytes that a rank holds of a piece of segment i."""
         modes = self.modes[i]
         return (
@@ -111,13 +112,35 @@ class MemoryModel:
     def _part(self, size: int, mode: Mode) -> int:
         return size if mode is Mode.REPLICATED else -(-size // self.degree)
 
-    def _wire(self, i: int) -> int:
+    def wire(self, i: int) -> int:
         """The wire buffers of segment i: of two segments at a time, as one is gathered or reduced beside the other."""
         if self.degree == 1:
             return 0
         modes, segment = self.modes[i], self.segments[i]
         gathered = segment.parameter_bytes if modes.gathered else 0
         return gathered + (segment.trainable_bytes if modes.reduced_at_once else 0)
+
+
+class Rows(Sequence[tuple[int, ...]]):
+    """The interval table of `MemoryModel.resident`, a row when it is first asked for."""
+
+    def __init__(self, model: MemoryModel) -> None:
+        self.model, self.known = model, dict[int, tuple[int, ...]]()
+
+    def __len__(self) -> int:
+        return len(self.model.segments)
+
+    @overload
+    def __getitem__(self, start: int) -> tuple[int, ...]: ...
+    @overload
+    def __getitem__(self, start: slice) -> list[tuple[int, ...]]: ...
+
+    def __getitem__(self, start: int | slice) -> tuple[int, ...] | list[tuple[int, ...]]:
+        if isinstance(start, slice):
+            return [self[each] for each in range(len(self))[start]]
+        if start not in self.known:
+            self.known[start] = tuple(self.model.growing(range(len(self))[start]))
+        return self.known[start]
 
 
 def exchanges(segment: SegmentNumbers, modes: Modes, microbatches: int) -> Iterator[tuple[str, int, int]]:

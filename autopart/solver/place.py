@@ -21,10 +21,10 @@ from autopart.ir.placed import PlacedBody
 from autopart.ir.placement import TensorPlacement
 from autopart.ir.segmented import Body, Segment, Segmented
 from autopart.ir.tensor_plan import Costs
-from autopart.solver.alternatives import alternatives
 from autopart.solver.axis import Axis
 from autopart.solver.eliminate import Eliminated, Table, eliminate, picks, solve
 from autopart.solver.layout import evaluate
+from autopart.solver.otherwise import alternatives
 from autopart.solver.tensor import BodyLayout, Pin, layout_of
 
 

@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
-from math import inf
+from math import inf, prod
 from typing import TypedDict
 
 from autopart import schedules
 from autopart.cluster import Cluster, parse_bytes
-from autopart.ir import plan_text
 from autopart.ir.action import Schedule
 from autopart.ir.cost import SegmentCost
 from autopart.ir.mesh import Mesh
 from autopart.ir.placement import PRESETS, Placement, executable
+from autopart.ir.tensor_plan import TensorPlan
 from autopart.schedules.spell import AUTO, is_table
+from autopart.solver.counts import check_counts
 
 Rules = tuple[tuple[str, Placement], ...]
 """(pattern, placement), the first match holds; the last pattern is '*'."""
 
 INSIDE = ("tp", "cp", "ep")
 """The axes that split the tensors inside segments; a mesh has at most one of them."""
+
+Pair = tuple[tuple[SegmentCost, ...], tuple[SegmentCost | None, ...]]
+"""What segments cost, plain and recomputed."""
+
+WHOLE = ("1f1b", "gpipe")
+"""Schedules with one stage a rank and whole backwards, which there are for any numbers."""
 
 LEAN = ("1f1b", "v1f1b", "vhalf", "vmin", *(f"{name}(chunks={v})" for v in (3, 4) for name in ("interleaved", "bfs")))
 """Of the schedules that are searched, those which hold little, for each number of stages a rank: they say whether
@@ -36,7 +43,7 @@ Pinned = str | Placement | Mapping[str, str | Placement | Mapping[str, object]] 
 
 
 class Pins(TypedDict, total=False):
-    """What a caller may pin of a plan; see `choose`."""
+    """What a caller may pin of a plan, and say of the search; see `choose`."""
 
     cluster: Cluster | None
     devices: int | None
@@ -47,6 +54,9 @@ class Pins(TypedDict, total=False):
     microbatches: int | None
     memory: str | int | None
     recompute: bool | Sequence[str] | None
+    objective: str
+    time_limit: float | None
+    progress: Callable[[int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +80,36 @@ class Request:
     forwards_first: bool = False  # whether all forwards must come before all backwards
     ranks: int | None = None  # the pipeline ranks that the schedule is for, where it is for no other number
     output: SegmentCost | None = None  # the output layer, where the schedule splits it over the pipeline ranks
+    free: bool = False  # whether the solver chooses what is recomputed
+    degree: int = 1  # of the tensor axis that `costs` are of
+    others: tuple[tuple[int, Pair], ...] = ()  # the costs at other degrees
+    tensors: tuple[TensorPlan, ...] = ()  # what is decided inside segments, for each degree above 1
+
+    @property
+    def tables(self) -> dict[int, Pair]:
+        """By tensor degree, what segments cost, and what they do recomputed (None where they keep no less)."""
+        return {
+            self.degree: (self.costs, self.recomputed),
+            **dict(self.others),
+        }
+
+    def at(self, degree: int) -> Request:
+        """The request with the costs of one tensor degree."""
+        if degree == self.degree:
+            return self
+        plain, again = self.tables[degree]
+        return replace(self, costs=plain, recomputed=again, degree=degree, others=())
+
+    def tensor_on(self, mesh: Mesh) -> TensorPlan | None:
+        """What is decided inside segments on a mesh, None where it has no axis for that."""
+        return next((each for each in self.tensors if 1 < each.degree == mesh.degree(each.axis)), None)
+
+    def again(self, places: Collection[int]) -> Request:
+        """The request with some more segments recomputed."""
+        pairs = enumerate(zip(self.costs, self.recomputed, strict=True))
+        costs = tuple((again or plain) if i in places else plain for i, (plain, again) in pairs)
+        names = tuple(name for i, name in enumerate(self.names) if i in places or name in self.recompute)
+        return replace(self, costs=costs, recompute=names)
 
     @property
     def searched(self) -> bool:
@@ -89,14 +129,12 @@ class Request:
             needed = self.stages or ranks
             needed += -needed % ranks if self.starts else 0
             return needed if ranks > 1 and needed in range(ranks, 4 * ranks + 1, ranks) else ranks
-        return self.scheduled(self.schedules[0], ranks, self.microbatches or 4 * ranks).stages
+        text = self.schedules[0]
+        return ranks if text in WHOLE else self.scheduled(text, ranks, self.microbatches or 4 * ranks).stages
 
     def recomputing(self) -> Request:
         """The request with every segment recomputed that keeps less by it."""
-        pairs = zip(self.costs, self.recomputed, strict=True)
-        names = tuple(plain.name for plain, again in pairs if again is not None or plain.name in self.recompute)
-        costs = tuple(again or plain for plain, again in zip(self.costs, self.recomputed, strict=True))
-        return replace(self, costs=costs, recompute=names)
+        return self.again([i for i, again in enumerate(self.recomputed) if again is not None])
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -121,6 +159,8 @@ def resolve(
     optimizer_ratio: float,
     forwards_first: bool,
     output: SegmentCost | None = None,
+    tensor: TensorPlan | None = None,
+    degrees: Sequence[tuple[TensorPlan, Sequence[SegmentCost], Sequence[SegmentCost]]] = (),
 ) -> Request:
     """The request behind the arguments of `choose`; ValueError or TypeError names the argument that is wrong."""
     names = [cost.name for cost in costs]
@@ -128,6 +168,7 @@ def resolve(
         raise ValueError(f"costs: at least one segment, each with its own name, is needed; got {names}")
     whole("batch", batch)
     pinned = pinned_mesh(mesh)
+    tensors = (*([tensor] if tensor is not None else []), *(each for each, _, _ in degrees))
     count = _devices(devices, cluster, pinned)
     wanted = _recompute(recompute, names)
     again = tuple(costs if recomputed is None else recomputed)
@@ -141,8 +182,9 @@ def resolve(
     fixed = schedule if isinstance(schedule, Schedule) else schedules.read(text) if is_table(text) else None
     if fixed is not None:
         microbatches = _agreed(fixed, pinned, microbatches)
+    plain, recomputing = _pair(costs, again, wanted, batch)
     request = Request(
-        costs=tuple(a if p.name in wanted else p for p, a in zip(costs, again, strict=True)),
+        costs=plain,
         batch=batch,
         cluster=cluster,
         devices=count,
@@ -155,15 +197,32 @@ def resolve(
         memory=cluster.memory if memory is None else parse_bytes(memory),
         optimizer_ratio=_ratio(optimizer_ratio),
         recompute=wanted,
-        recomputed=tuple(
-            a if a.at(batch).saved_bytes < p.at(batch).saved_bytes else None for p, a in zip(costs, again, strict=True)
-        ),
+        recomputed=recomputing,
         forwards_first=forwards_first,
         ranks=fixed.ranks if fixed is not None else None,
         output=output,
+        free=recompute is None,
+        degree=1 if tensor is None else tensor.degree,
+        others=tuple((each.degree, _pair(plain, again, wanted, batch)) for each, plain, again in degrees),
+        tensors=tensors,
     )
-    _check_counts(request)
+    _check_inside(request)
+    check_counts(request)
     return request.recomputing() if recompute is True else request
+
+
+def _pair(plain: Sequence[SegmentCost], again: Sequence[SegmentCost], wanted: Collection[str], batch: int) -> Pair:
+    """What segments cost with those recomputed that are `wanted`; and recomputed, where that keeps less."""
+    known: dict[tuple[object, object], bool] = {}
+
+    def less(p: SegmentCost, a: SegmentCost) -> bool:
+        key = p.saved_bytes, a.saved_bytes  # equal layers share them
+        if key not in known:
+            known[key] = a.at(batch).saved_bytes < p.at(batch).saved_bytes
+        return known[key]
+
+    pairs = list(zip(plain, again, strict=True))
+    return tuple(a if p.name in wanted else p for p, a in pairs), tuple(a if less(p, a) else None for p, a in pairs)
 
 
 def whole(name: str, value: object) -> None:
@@ -213,10 +272,15 @@ def pinned_mesh(mesh: Mapping[str, int] | Mesh | None) -> Mesh | None:
     if not isinstance(mesh, Mesh | Mapping):
         raise TypeError(f"mesh: expected axis sizes such as {{'pp': 2, 'dp': 2}}, not {mesh!r}")
     made = mesh if isinstance(mesh, Mesh) else Mesh.of(mesh)
-    inside = [axis for axis, size in made.axes if axis in INSIDE and size > 1]
-    if len(inside) > 1:
-        raise ValueError(f"mesh: {made} splits tensors on {' and '.join(inside)}; use one of these, of their product")
+    split = [axis for axis, size in made.axes if axis in INSIDE and size > 1]
+    if len(split) > 1:
+        raise ValueError(f"mesh: {made} splits tensors on {' and '.join(split)}; use one of these, of their product")
     return made
+
+
+def inside(mesh: Mesh) -> int:
+    """The number of places over which a mesh splits the tensors inside segments."""
+    return prod(mesh.degree(axis) for axis in INSIDE)
 
 
 def _stages(stages: int | Sequence[str] | None, names: list[str]) -> tuple[int | None, tuple[int, ...]]:
@@ -284,69 +348,8 @@ def _placement(value: object) -> Placement:
     return executable(value)
 
 
-def _check_counts(request: Request) -> None:
-    """Refuse counts that cannot go together: segments and stages, devices and stages, batch and microbatches."""
-    pp = _pipelines(request)
-    dp = request.mesh.degree("dp") if request.mesh is not None else request.devices // max(pp)
-    count = request.microbatches or 1
-    if request.batch < dp * count:
-        raise ValueError(
-            f"microbatches: a batch of {request.batch} over dp={dp} allows at most {request.batch // dp}, not {count}"
-            if request.batch >= dp
-            else f"batch: {request.batch} samples are too few for dp={dp}; at least {dp} are needed"
-        )
-
-
-def _pipelines(request: Request) -> list[int]:
-    """The numbers of pipeline ranks that the pins allow; ValueError if there is none."""
-    if request.mesh is not None:
-        pp = request.mesh.degree("pp")
-        _check_stages(request, request.stages_on(pp))
-        return [pp]
-    found: dict[int, int] = {}
-    refused: ValueError | None = None
-    for pp in (pp for pp in range(1, request.devices + 1) if request.devices % pp == 0):
-        if request.ranks not in (None, pp):
-            continue
-        try:
-            found[pp] = request.stages_on(pp)
-        except ValueError as error:  # a family may be for even numbers only, say
-            refused = error
-    allowed = [pp for pp, stages in found.items() if request.stages in (None, stages)]
-    if not found and refused is not None:
-        raise refused
-    if not found:
-        raise ValueError(f"schedule: it is for {request.ranks} pipeline ranks, which {request.devices} devices are not")
-    if not allowed:
-        raise ValueError(
-            f"stages: {request.devices} devices cannot be divided into {request.stages} equal stages"
-            if all(pp == stages for pp, stages in found.items())
-            else f"stages: {plan_text.schedule(request.schedules[0])} on {request.devices} devices has "
-            f"{' or '.join(map(str, found.values()))} stages, not {request.stages}"
-        )
-    fitting = [pp for pp in allowed if found[pp] <= len(request.costs)]
-    if not fitting:
-        _check_stages(request, min(found[pp] for pp in allowed))
-    return fitting
-
-
-def _check_stages(request: Request, stages: int) -> None:
-    """Refuse a number of stages that contradicts the `stages` pin, or for which there are too few segments."""
-    segments, wanted, mesh = len(request.costs), request.stages, request.mesh
-    if mesh is not None and wanted is not None and (wanted > stages if request.starts else wanted != stages):
-        ranks = mesh.degree("pp")
-        begun = f"{[request.names[i] for i in request.starts]} make " if request.starts else ""
-        chunks, over = divmod(wanted, ranks)
-        several = "" if over or chunks < 2 else f", or a schedule such as 'interleaved(chunks={chunks})'"
-        raise ValueError(
-            f"stages: {begun}{wanted} stages contradict the mesh of {mesh} (pp={ranks}), on which the schedule has "
-            f"{stages}; pin {stages}, or another mesh{several}"
-        )
-    if stages > segments:
-        chunked = mesh is not None and stages > mesh.degree("pp")
-        pinned = "stages" if mesh is None or wanted == stages else "schedule" if chunked else "mesh"
-        raise ValueError(
-            f"{pinned}: {stages} stages need {stages} segments, but the model has {segments}: "
-            f"{', '.join(request.names)}; have fewer pipeline ranks"
-            + (f", or fewer stages on each than {plan_text.schedule(request.schedules[0])}" if chunked else "")
-        )
+def _check_inside(request: Request) -> None:
+    """Refuse a mesh that splits tensors inside segments where nothing was decided there."""
+    mesh = request.mesh
+    if mesh is not None and inside(mesh) > 1 and request.tensor_on(mesh) is None:
+        raise ValueError(f"mesh: {mesh} splits tensors inside segments; use autopart.plan, which places them")

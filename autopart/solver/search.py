@@ -13,18 +13,19 @@ The innermost choice varies first: sharding a state is tried before cutting the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 
 from autopart.ir.action import Kind, Schedule, stages_of
-from autopart.ir.cost import SegmentNumbers
+from autopart.ir.cost import SegmentCost, SegmentNumbers
 from autopart.ir.mesh import Mesh
 from autopart.ir.plan import StageMemory, first_match
 from autopart.schedules import Timeline
 from autopart.solver.chunks import solve_chunks
+from autopart.solver.kinds import facts
 from autopart.solver.memory import MemoryModel, in_flight
-from autopart.solver.request import Request, Rules
+from autopart.solver.request import Request, Rules, inside
 from autopart.solver.split import Moment, Split, SplitProblem, solve_split
 from autopart.solver.timing import action_seconds, exchange_seconds, output_seconds, segment_seconds, timeline
 
@@ -84,7 +85,7 @@ class Solved:
 
 def candidates(request: Request) -> Iterator[Candidate]:
     """Every setting that the pins allow, in the order of preference."""
-    for mesh in _meshes(request):
+    for mesh in meshes(request):
         alternatives = request.placements if mesh.degree("dp") > 1 else request.placements[:1]
         for made in _schedules(request, mesh):
             moments = [in_flight(schedule) for _, schedule in made]
@@ -96,7 +97,7 @@ def candidates(request: Request) -> Iterator[Candidate]:
 def check_schedule(request: Request) -> None:
     """Raise ValueError where the schedule can be for no number of microbatches that the batch can be cut into."""
     if next(candidates(request), None) is None:
-        mesh = next(_meshes(request))
+        mesh = next(meshes(request))
         most = max(_microbatches(request, mesh))
         try:
             request.scheduled(request.schedules[0], mesh.degree("pp"), most)
@@ -105,11 +106,21 @@ def check_schedule(request: Request) -> None:
             raise ValueError(f"schedule: {allowed}: {error}") from None
 
 
+def numbers_of(costs: Sequence[SegmentCost], batch: int) -> tuple[SegmentNumbers, ...]:
+    """The numbers of segments for microbatches of `batch` samples, once of those that cost the same."""
+    known: dict[object, SegmentNumbers] = {}
+    keys = [facts(cost) for cost in costs]
+    for key, cost in zip(keys, costs, strict=True):
+        if key not in known:
+            known[key] = cost.at(batch)
+    return tuple(known[key] for key in keys)
+
+
 def pose(request: Request, candidate: Candidate) -> tuple[MemoryModel, SplitProblem]:
     """The split problem of a candidate, its numbers those of the largest microbatch."""
     dp = candidate.mesh.degree("dp")
     microbatch = -(-request.batch // (dp * candidate.microbatches))
-    numbers = tuple(cost.at(microbatch) for cost in request.costs)
+    numbers = numbers_of(request.at(inside(candidate.mesh)).costs, microbatch)
     if any(action.kind is Kind.I for _, action in candidate.schedule.actions()):  # W is handed what it needs
         numbers = tuple(replace(n, saved_bytes=max(n.saved_bytes, n.stash_bytes)) for n in numbers)
     modes = tuple(first_match(candidate.placements, name).on("dp") for name in request.names)
@@ -194,15 +205,17 @@ def first_fit(request: Request) -> Solved | None:
     return None
 
 
-def _meshes(request: Request) -> Iterator[Mesh]:
+def meshes(request: Request) -> Iterator[Mesh]:
+    """The meshes that the pins allow, few stages first, for each tensor degree that there are costs for."""
     if request.mesh is not None:
         yield request.mesh
         return
-    for pp in range(1, min(request.devices, len(request.costs)) + 1):
-        dp, rest = divmod(request.devices, pp)
-        enough = request.batch >= dp * (request.microbatches or 1)
-        if rest == 0 and enough and request.ranks in (None, pp):
-            yield Mesh.of({"pp": pp, "dp": dp})
+    for tp in request.tables:
+        for pp in range(1, min(request.devices, len(request.costs)) + 1):
+            dp, rest = divmod(request.devices, pp * tp)
+            enough = request.batch >= dp * (request.microbatches or 1)
+            if rest == 0 and dp and enough and request.ranks in (None, pp):
+                yield Mesh.of({"pp": pp, "dp": dp, **({"tp": tp} if tp > 1 else {})})
 
 
 def _schedules(request: Request, mesh: Mesh) -> Iterator[list[tuple[str, Schedule]]]:

@@ -30,7 +30,7 @@ class SplitProblem:
 
     times: tuple[int, ...]  # of one microbatch, in any whole unit
     boundaries: tuple[int, ...]  # bytes that flow in from earlier segments
-    resident: tuple[tuple[int, ...], ...]  # [i][j - i - 1]: bytes of segments i to j - 1 without activations
+    resident: Sequence[Sequence[int]]  # [i][j - i - 1]: bytes of segments i to j - 1 without activations
     saved: tuple[int, ...]  # activation bytes that one microbatch keeps
     place: tuple[int, ...]  # the rank of a stage; an entry a stage
     moments: tuple[Moment, ...]  # those at which a rank may hold most

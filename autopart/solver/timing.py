@@ -31,7 +31,7 @@ def action_seconds(segments: Sequence[SegmentNumbers], cluster: Cluster, *, firs
     On the `first` stage, from which no gradient goes on, I has nothing to do.
     """
     pairs = [segment_seconds(segment, cluster) for segment in segments]
-    halves = [_halves(segment, cluster) for segment in segments]
+    halves = [halves_seconds(segment, cluster) for segment in segments]
     backward = sum(seconds for _, seconds in pairs)
     return {
         "F": sum(seconds for seconds, _ in pairs),
@@ -47,12 +47,12 @@ def output_seconds(part: SegmentNumbers, cluster: Cluster, barriers: int) -> dic
     With one barrier S has the backward for the inputs besides, with two T has all of the backward.
     """
     forward, backward = segment_seconds(part, cluster)
-    inputs, weights = _halves(part, cluster)
+    inputs, weights = halves_seconds(part, cluster)
     return {"S": forward, "T": backward} if barriers == 2 else {"S": forward + inputs, "T": weights}
 
 
-def _halves(segment: SegmentNumbers, cluster: Cluster) -> tuple[float, float]:
-    """Seconds of a backward for the inputs, and of the rest of it."""
+def halves_seconds(segment: SegmentNumbers, cluster: Cluster) -> tuple[float, float]:
+    """Seconds of one microbatch's backward for the inputs, and of the rest of it."""
     flops, nbytes = segment.input_flops, segment.input_bytes
     return (
         max(flops / cluster.flops, nbytes / cluster.bandwidth),

@@ -1,4 +1,4 @@
-"""Rank 0 of 2 (pp 0): stage 0 of 2, layers.0 to layers.1.
+"""Rank 0 of 2 (pp 0): stage 0 of 2, layers.0.
 
 training, schedule zb-h1, 3 microbatches, placements *: ddp
 b is the number of samples in the microbatch at hand, B in the whole batch.
@@ -37,30 +37,6 @@ def layers_0_backward_weight(b, B, dx, tanh, x):
     return (mm, view)
 
 
-def layers_forward(b, B, x, p0_weight, p0_bias):
-    """Forward of layers.1."""
-    # 0 | models.py:29  return F.mse_loss(self.out(self.layers(x)), y)
-    t = aten.t.default(p0_weight)
-    addmm = aten.addmm.default(p0_bias, x, t)
-    del t
-    # 1 | models.py:29  return F.mse_loss(self.out(self.layers(x)), y)
-    tanh = aten.tanh.default(addmm)
-    return tanh, (tanh, x)
-
-
-def layers_backward_weight(b, B, dx, tanh, x, p0_weight, p0_bias):
-    """Backward of layers.1 for its weights (wgrad)."""
-    # 1 | models.py:29  return F.mse_loss(self.out(self.layers(x)), y)
-    tanh_backward = aten.tanh_backward.default(dx, tanh)
-    # 0 | models.py:29  return F.mse_loss(self.out(self.layers(x)), y)
-    mm = aten.mm.default(tanh_backward, p0_weight)
-    t_1 = aten.t.default(tanh_backward)
-    mm_1 = aten.mm.default(t_1, x)
-    sum = aten.sum.dim_IntList(tanh_backward, [0], True)
-    view = aten.view.default(sum, [8])
-    return mm, (mm_1, view)
-
-
 def edge_1_0(b):
     """What stage 1 hands to stage 0 for a microbatch of b samples."""
     return (((b, 8), torch.float64),)
@@ -72,18 +48,14 @@ def stage0_forward(world, batch, k):
     saved = []
     layers_0, kept = layers_0_forward(b, B, x, *world.parameters("layers.0"))
     saved.append(kept)
-    layers_1, kept = layers_forward(b, B, layers_0, *world.parameters("layers.1"))
-    saved.append(kept)
-    return (layers_1,), saved
+    return (layers_0,), saved
 
 
 def stage0_backward_weight(world, batch, k, saved, from_1):
     b, B = batch.sizes[k], batch.size
-    # d_layers_1: float64[b, 8]
-    (d_layers_1,) = from_1
-    d_layers_1_v2, grads = layers_backward_weight(b, B, d_layers_1, *saved.pop(), *world.parameters("layers.1"))
-    world.accumulate("layers.1", grads)
-    grads = layers_0_backward_weight(b, B, d_layers_1_v2, *saved.pop())
+    # d_layers_0: float64[b, 8]
+    (d_layers_0,) = from_1
+    grads = layers_0_backward_weight(b, B, d_layers_0, *saved.pop())
     world.accumulate("layers.0", grads)
 
 

@@ -1,4 +1,4 @@
-"""Rank 1 of 2 (pp 1): stage 1 of 2, layers.2 to out.
+"""Rank 1 of 2 (pp 1): stage 1 of 2, layers.1 to out.
 
 training, schedule zb-h1, 3 microbatches, placements *: ddp
 b is the number of samples in the microbatch at hand, B in the whole batch.
@@ -15,7 +15,7 @@ DEVICE = torch.device("cpu")  # the world's device when the program runs
 
 
 def layers_forward(b, B, x, p0_weight, p0_bias):
-    """Forward of layers.2 to layers.3."""
+    """Forward of layers.1 to layers.3."""
     # 0 | models.py:29  return F.mse_loss(self.out(self.layers(x)), y)
     t = aten.t.default(p0_weight)
     addmm = aten.addmm.default(p0_bias, x, t)
@@ -26,7 +26,7 @@ def layers_forward(b, B, x, p0_weight, p0_bias):
 
 
 def layers_backward_input(b, B, dx, tanh, x, p0_weight, p0_bias):
-    """Backward of layers.2 to layers.3 for its inputs (dgrad)."""
+    """Backward of layers.1 to layers.3 for its inputs (dgrad)."""
     # 1 | models.py:29  return F.mse_loss(self.out(self.layers(x)), y)
     tanh_backward = aten.tanh_backward.default(dx, tanh)
     # 0 | models.py:29  return F.mse_loss(self.out(self.layers(x)), y)
@@ -35,7 +35,7 @@ def layers_backward_input(b, B, dx, tanh, x, p0_weight, p0_bias):
 
 
 def layers_backward_weight(b, B, x, tanh_backward):
-    """Backward of layers.2 to layers.3 for its weights (wgrad)."""
+    """Backward of layers.1 to layers.3 for its weights (wgrad)."""
     # 0 | models.py:29  return F.mse_loss(self.out(self.layers(x)), y)
     t_1 = aten.t.default(tanh_backward)
     mm_1 = aten.mm.default(t_1, x)
@@ -87,12 +87,12 @@ def edge_0_1(b):
 
 def stage1_forward(world, batch, k, from_0):
     b, B = batch.sizes[k], batch.size
-    # layers_1: float64[b, 8]
-    (layers_1,) = from_0
+    # layers_0: float64[b, 8]
+    (layers_0,) = from_0
     y = batch.input("args[1]", k)
     saved = []
-    layers = layers_1
-    for i in range(2, 4):
+    layers = layers_0
+    for i in range(1, 4):
         layers, kept = layers_forward(b, B, layers, *world.parameters(f"layers.{i}"))
         saved.append(kept)
     out, kept = out_forward(b, B, layers, y, *world.parameters("out"))
@@ -107,7 +107,7 @@ def stage1_backward_input(world, batch, k, saved):
     d_out, kept = out_backward_input(b, B, one, *saved.pop(), *world.parameters("out"))
     stash.append(kept)
     d_layers = d_out
-    for i in reversed(range(2, 4)):
+    for i in reversed(range(1, 4)):
         d_layers, kept = layers_backward_input(b, B, d_layers, *saved.pop(), *world.parameters(f"layers.{i}"))
         stash.append(kept)
     return (d_layers,), stash
@@ -117,7 +117,7 @@ def stage1_backward_weight(world, batch, k, stash):
     b, B = batch.sizes[k], batch.size
     grads = out_backward_weight(b, B, *stash.pop(0))
     world.accumulate("out", grads)
-    for i in reversed(range(2, 4)):
+    for i in reversed(range(1, 4)):
         grads = layers_backward_weight(b, B, *stash.pop(0))
         world.accumulate(f"layers.{i}", grads)
 

@@ -1,0 +1,85 @@
+"""The joint search: of all settings of the global choices and all their splits, the plan with the shortest step.
+
+Settings are looked at in the order of their lower bounds (`Space.bound`), until the next one is above the best plan
+found. What is left of the search is the gap: the best plan against the least bound of a setting that was not searched
+to its end.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from math import inf
+
+from autopart.solver.cut import Cut
+from autopart.solver.space import Setting, Space
+
+Progress = Callable[[int, int], None]
+"""Told how many settings are done, and of how many."""
+
+
+@dataclass(frozen=True, slots=True)
+class Best:
+    """The best plan of some settings, and what is proven of it: no plan of these has a step below `bound`."""
+
+    setting: Setting
+    cut: Cut
+    bound: int
+    next: Cut | None  # the best other split of the setting that was looked at
+    looked: int  # how many settings were searched, the others being excluded by their bounds
+    complete: bool  # whether there was time for all
+
+    @property
+    def gap(self) -> float:
+        """By how much of it a shorter step could be better, 0 for an optimal plan."""
+        return self.cut.step / self.bound - 1 if 0 < self.bound < self.cut.step else 0.0
+
+
+def best(
+    space: Space,
+    settings: Iterable[Setting],
+    *,
+    limit: int | None = None,
+    deadline: float = inf,
+    progress: Progress = lambda done, count: None,
+) -> Best | None:
+    """The plan of some settings with the shortest step within a limit, by default the request's; None if none fits.
+
+    After `deadline`, by `time.monotonic`, the best so far is returned, once there is one. Of equally fast plans it is
+    the one that recomputes fewer segments, then that of the preferred setting.
+    """
+    waiting = sorted(((space.bound(each), each.preference, each) for each in settings), key=lambda each: each[:2])
+    found: tuple[Setting, Cut, Cut | None] | None = None
+    open_bounds: list[int] = []
+    looked = 0
+    complete = True
+    for done, (bound, _, setting) in enumerate(waiting):
+        progress(done, len(waiting))
+        if found is not None and bound > found[1].step:
+            break
+        if found is not None and time.monotonic() > deadline:
+            open_bounds.append(bound)
+            complete = False
+            break
+        outcome = space.best(setting, inf if found is None else found[1].step, limit=limit)
+        looked += 1
+        if outcome is None:
+            continue
+        open_bounds.append(max(bound, outcome.bound))
+        if outcome.cut is not None and (found is None or _order(setting, outcome.cut) < _order(*found[:2])):
+            found = setting, outcome.cut, outcome.next
+    if found is None:
+        return None
+    return Best(*found[:2], min([*open_bounds, found[1].step]), found[2], looked, complete)
+
+
+def _order(setting: Setting, cut: Cut) -> tuple[object, ...]:
+    return cut.step, sum(sum(way.counts) for way in cut.ways), setting.preference, cut.order
+
+
+def leanest(space: Space, settings: Iterable[Setting], *, recomputing: bool | None = None) -> tuple[Setting, int]:
+    """Of some settings the one that fits the smallest limit, the preferred one of equals, and that limit."""
+    needs = [(space.least(each, recomputing=recomputing), each.preference, each) for each in settings]
+    need, _, setting = min(needs, key=lambda each: each[:2])
+    return setting, need

@@ -1,0 +1,66 @@
+"""A Pareto front of plans: step time against the memory of the fullest device.
+
+Each plan is the fastest within some limit, and of equally fast ones the one that needs least, so none dominates
+another. The limits lie evenly between what the fastest plan of all needs and the least that any plan needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from autopart.errors import PlanInfeasible
+from autopart.ir.plan import Plan
+from autopart.solver.request import whole
+
+OBJECTIVES = ("time", "memory")
+
+
+def check(n: int, objectives: Sequence[str]) -> None:
+    """TypeError or ValueError, naming the argument, for what is no front."""
+    whole("n", n)
+    if sorted(objectives) != sorted(OBJECTIVES):
+        raise ValueError(f"objectives: {objectives!r} cannot be weighed yet, only {OBJECTIVES!r}")
+
+
+def front(plan: Callable[[str, int | None], Plan], n: int) -> tuple[Plan, ...]:
+    """Up to `n` plans, the fastest first, the leanest last (for `n` of at least 2).
+
+    ``plan(objective, limit)`` is the best plan within a limit of bytes per device, None for the request's; it raises
+    PlanInfeasible where there is none.
+    """
+    first = _leaner(plan, plan("time", None))
+    if n == 1:
+        return (first,)
+    most, least = peak(first), peak(plan("memory", None))
+    found = [first]
+    for step in range(1, n):
+        limit = most - step * (most - least) // (n - 1)
+        if limit < peak(found[-1]):
+            found.append(_leaner(plan, plan("time", limit)))
+    return tuple(found)
+
+
+def peak(plan: Plan) -> int:
+    """The bytes of a plan's fullest rank."""
+    return max(memory.total for memory in plan.prediction.memory)
+
+
+def _leaner(plan: Callable[[str, int | None], Plan], fast: Plan) -> Plan:
+    """Of the plans that are as fast, the one that needs least."""
+    while True:
+        try:
+            other = plan("time", peak(fast) - 1)
+        except (PlanInfeasible, ValueError):  # there is no plan with so little, or it is no memory at all
+            return fast
+        if other.prediction.step_seconds > fast.prediction.step_seconds * (1 + 1e-12):
+            return fast
+        fast = other
+
+
+def undominated(plans: tuple[Plan, ...]) -> tuple[Plan, ...]:
+    """The plans of which no other is as good in both and better in one, the fastest first, each once."""
+    kept: list[Plan] = []
+    for each in sorted(plans, key=lambda each: (each.prediction.step_seconds, peak(each))):
+        if not kept or peak(each) < peak(kept[-1]):
+            kept.append(each)
+    return tuple(kept)

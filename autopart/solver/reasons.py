@@ -1,0 +1,111 @@
+"""What a plan says of itself: how good it is, and where each of its choices comes from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from autopart.ir.plan_text import format_bytes, format_seconds, spans
+from autopart.solver.chunks import PRECISION, fastest
+from autopart.solver.joint import Best
+from autopart.solver.request import Request
+from autopart.solver.schedule import Chosen
+from autopart.solver.search import Solved
+from autopart.solver.space import Space
+
+
+def quality(space: Space, found: Best, *, certified: bool, what: str) -> str:
+    """How good the best plan of a space is, the space being named."""
+    searched = _space(space)
+    if found.gap:
+        late = "" if found.complete else ", as the time was up"
+        text = f"at most {found.gap:.1%} above the best possible{late}: the {what} found of {searched}"
+    else:
+        text = f"optimal: no plan has a better {what}, of {searched}"
+    return text + "; no split has a faster slowest stage (z3)" * certified
+
+
+def _space(space: Space) -> str:
+    """The space in words."""
+    settings, request = space.settings, space.request
+    meshes = {setting.mesh for setting in settings}
+    counts = {setting.microbatches for setting in settings}
+    ranks = len({setting.placements for setting in settings})
+    most = max(mesh.degree("pp") for mesh in meshes)
+    again = any(keep is not None for keep in request.recomputed) and request.free
+    parts = [
+        f"{len(meshes)} meshes of {request.devices} devices" if len(meshes) > 1 else f"the mesh {next(iter(meshes))}",
+        f"{ranks} placements" if ranks > 1 else "one placement",
+        f"{len(counts)} numbers of microbatches" if len(counts) > 1 else f"{max(counts)} microbatches",
+        *([f"all splits of {len(request.costs)} segments under {request.schedules[0]}"] if most > 1 else []),
+        *(["any recomputation of whole segments"] if again else []),
+    ]
+    return ", ".join(parts)
+
+
+def optimality(solved: Solved) -> str:
+    """How good the split of a plan is whose global choices were made by rule."""
+    problem, split = solved.problem, solved.split
+    rest = "mesh, placement and microbatches by rule, not searched"
+    if problem.stages == 1:
+        return f"one stage, so nothing to split; {rest}"
+    busiest = format_seconds(split.busiest * 1e-15)
+    ways = f"cut {problem.segments} segments into {problem.stages} stages"
+    if problem.ranks == problem.stages:
+        return (
+            f"optimal split (z3): no way to {ways} within the memory limit has a slowest stage faster than {busiest} a"
+            f" microbatch; {rest}"
+        )
+    if split.exact:
+        return (
+            f"shortest flush found of the ways to {ways} on {problem.ranks} ranks: the busiest rank takes {busiest} a"
+            f" microbatch, and within the memory limit none can take more than {1 / PRECISION:.1%} less than"
+            f" {format_seconds(split.least * 1e-15)} (z3); {rest}"
+        )
+    return (
+        f"shortest flush found of the ways to {ways} on {problem.ranks} ranks: the busiest rank takes {busiest} a"
+        f" microbatch, {split.busiest / fastest(problem) - 1:.1%} more than the mean of the ranks, or than the longest"
+        f" segment; {rest}"
+    )
+
+
+def notes(
+    request: Request, chosen: Chosen, pinned: bool, recompute: bool | Sequence[str] | None, objective: str | None = None
+) -> tuple[str, ...]:
+    """Where each choice comes from; `objective` says what was searched for jointly, None that a rule chose."""
+    candidate = chosen.solved.candidate
+    mesh, limit = candidate.mesh, format_bytes(request.memory)
+    searched = "" if objective is None else f"of all that fit {limit} per device, searched jointly for the {objective}"
+    if pinned:
+        where = f"mesh {mesh}: pinned"
+    elif request.stages is not None:
+        where = f"mesh {mesh}: {request.stages} stages were pinned, the other devices share the batch"
+    elif searched:
+        where = f"mesh {mesh}: {searched}"
+    elif mesh.degree("pp") == 1:
+        where = f"mesh {mesh}: everything fits {limit} per device on one data axis"
+    else:
+        where = f"mesh {mesh}: the fewest stages that fit {limit} per device and the batch of {request.batch}"
+    again = spans(request.recompute, request.names) or "nothing"
+    placement = searched or "the first of ddp, zero1, zero2, fsdp that fits"
+    microbatches = searched or "1 without a pipeline, else 4 a stage; more where memory asks for it"
+    return (
+        where,
+        f"placement {candidate.placements[-1][1]}: {'pinned' if len(request.placements) == 1 else placement}",
+        f"microbatches {candidate.microbatches}: {'pinned' if request.microbatches else microbatches}",
+        *([chosen.note] if chosen.note else []),
+        *([_split_output(request.output.name, mesh.degree("pp"))] if request.output is not None else []),
+        f"recompute for memory {again}: "
+        + ("pinned" if recompute is not None else _why(bool(request.recompute), objective)),
+        f"memory limit {limit} per device, optimizer state {request.optimizer_ratio:g} x the trainable parameters,"
+        f" times of the {request.cluster.name} cluster at its peak rates",
+    )
+
+
+def _split_output(name: str, ranks: int) -> str:
+    return f"output layer {name}: on none of the stages, each of the {ranks} pipeline ranks has a part of its classes"
+
+
+def _why(recomputed: bool, objective: str | None) -> str:
+    if not recomputed:
+        return "it fits without"
+    return "nothing fits without" if objective is None else "what each stage needs to fit, at the least time"
