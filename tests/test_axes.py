@@ -161,15 +161,14 @@ def test_a_module_is_explained_with_what_others_would_take() -> None:
     found = program("gpt", axes(cp=4)).plan
     assert found.tensor is not None
     told = found.explain("blocks.1.up")
-    assert told.startswith("blocks.1, which has blocks.1.up: in stage 0, on the ranks 0, 1, 2, 3\n")
+    assert told.startswith("blocks.1: in stage 0 (token .. norm), on ranks 0, 1, 2, 3\n")
     assert "- cp Replicate(): blocks.1.up.weight, blocks.1.up.bias\n" in told
     assert "- forward: from Shard(1) to Shard(1), 2 all_to_all exchanged\n" in told
     assert re.search(r"with nothing split it would take .* \(\+\d+", told)
     assert "with Replicate() passing" in told
     assert found.explain("blocks").count("in stage 0") == 2
-    with pytest.raises(ValueError, match=r"no segment is 'block' or has it; .* blocks\.0"):
+    with pytest.raises(ValueError, match=r"no segment is called 'block'; .* blocks\.0"):
         found.explain("block")
-    segmented = made("gpt")[2]
 
 
 def test_costs_are_those_of_the_placements_that_they_name() -> None:

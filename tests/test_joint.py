@@ -218,7 +218,7 @@ def test_tensor_degrees_are_searched_where_their_costs_are_given() -> None:
     fields = ("forward_flops", "backward_flops", "saved_bytes")
     halves = [replace(c, **{field: getattr(c, field) / 2 for field in fields}) for c in gpt()]
     dear = [replace(c, forward_flops=4 * c.forward_flops) for c in gpt()]
-    inside = TensorPlan("tp", 2, (), (), (), (), CLUSTER, 1)
+    inside = TensorPlan("tp", 2, (), (), (), (), (), CLUSTER, 1)
     pins: dict[str, Any] = {"batch": 16, "devices": 4, "cluster": CLUSTER}
     with_tp = choose(gpt(), degrees=[(inside, halves, halves)], **pins)
     assert with_tp.mesh.degree("tp") == 2 and with_tp.mesh.size == 4 and with_tp.tensor == inside
