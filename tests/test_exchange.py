@@ -8,12 +8,16 @@ from dataclasses import replace
 
 import pytest
 
+from autopart.api.tensor import exchanged
+from autopart.codegen.exchange import exchanges
 from autopart.codegen.shapes import Bodies
 from autopart.errors import VerificationError
 from autopart.ir.program import Program
+from autopart.passes.costs import costs
 from autopart.passes.verify import verify
 from autopart.passes.verify_between import collectives
 from autopart.passes.verify_texts import read as read_text
+from autopart.solver.timing import segment_seconds
 from tests.tensor_axis import CHEAP, axes, program
 
 
@@ -100,3 +104,31 @@ def test_the_text_of_another_place_is_noticed() -> None:
     text = whole.ranks[0].source.replace("RANK, MESH = 0", "RANK, MESH = 2")
     with pytest.raises(VerificationError, match=r"rule (outputs|values|text): rank 2"):
         verify(replace(whole, ranks=(*whole.ranks[:2], replace(whole.ranks[2], source=text))))
+
+
+def test_the_time_of_exchanges_is_predicted_at_every_microbatch() -> None:
+    """As many as the program has, of its bytes; those of the backward for the inputs are some of the backward's."""
+    whole = program("gpt", axes(tp=2), CHEAP)
+    calls = costs(whole.staged.segmented, lambda kind, nbytes: 1)
+    sent = costs(whole.staged.segmented, lambda kind, nbytes: nbytes)
+    for segment, call, size in zip(whole.staged.segmented.segments, calls, sent, strict=True):
+        body = whole.staged.segmented.bodies[segment.body]
+        assert body.backward is not None
+        for samples in (2, 6):
+            found = [exchanges(each, samples) for each in (body.forward, body.backward)]
+            count, nbytes = call.at(samples), size.at(samples)
+            assert [count.forward_exchange, count.backward_exchange] == [len(each) for each in found]
+            payloads = [sum(one.payload for one in each) for each in found]
+            assert [nbytes.forward_exchange, nbytes.backward_exchange] == payloads
+            assert 0 <= nbytes.input_exchange <= nbytes.backward_exchange
+    assert sum(call.at(2).forward_exchange for call in calls)
+
+
+def test_slower_links_inside_make_the_step_longer_by_what_is_exchanged() -> None:
+    whole = program("gpt", axes(tp=2), CHEAP)
+    plan = whole.plan
+    assert plan.tensor is not None
+    numbers = [cost.at(plan.largest) for cost in costs(whole.staged.segmented, exchanged(plan.tensor))]
+    silent = [replace(each, forward_exchange=0, backward_exchange=0, input_exchange=0) for each in numbers]
+    with_it, without = (sum(sum(segment_seconds(each, CHEAP)) for each in row) for row in (numbers, silent))
+    assert plan.prediction.stage_seconds[0] == pytest.approx(with_it) and with_it > without

@@ -138,8 +138,9 @@ def _chosen_inside(segmented: Segmented, batch: int, pins: Pins, asked: Inside) 
 
 
 def _chosen(segmented: Segmented, batch: int, pins: Pins, decided: TensorPlan | None = None) -> Plan:
-    again = costs(recompute(segmented, [segment.name for segment in segmented.segments]))
-    plain = costs(recompute(segmented))
+    exchanged = None if decided is None else tensor.exchanged(decided)
+    again = costs(recompute(segmented, [segment.name for segment in segmented.segments]), exchanged)
+    plain = costs(recompute(segmented), exchanged)
     captured = segmented.captured
     return choose(
         plain,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
@@ -77,6 +77,11 @@ def decide(segmented: Segmented, asked: Inside, memory: int | None = None) -> Te
     """The fastest placement inside segments. Raises ValueError for pins that cannot be kept, PlanInfeasible."""
     placed, costs = _solved(segmented, asked, memory)
     return TensorPlan.of(placed, costs, asked.cluster, asked.samples)
+
+
+def exchanged(tensor: TensorPlan) -> Callable[[str, int], int]:
+    """What a collective inside a segment takes under a plan, in picoseconds, by its kind and payload in bytes."""
+    return Axis(tensor.axis, tensor.degree, tensor.cluster, tensor.samples).collective
 
 
 def placed_step(segmented: Segmented, tensor: TensorPlan) -> PlacedStep:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from autopart import schedules
+from autopart.api.tensor import exchanged
 from autopart.cluster import Cluster
 from autopart.ir.action import Action
 from autopart.ir.plan import Plan
@@ -35,7 +36,8 @@ def simulate(program_or_plan: Program | Plan, cluster: Cluster | None = None) ->
     if cluster is not None and cluster.devices < plan.mesh.size:
         raise ValueError(f"cluster: {cluster.devices} devices are too few for the mesh {plan.mesh}")
     cluster = cluster or Cluster.preset("cpu", per_node=plan.mesh.size)
-    numbers = {cost.name: cost.at(plan.largest) for cost in costs(staged.segmented)}
+    exchange = None if plan.tensor is None else exchanged(plan.tensor)
+    numbers = {cost.name: cost.at(plan.largest) for cost in costs(staged.segmented, exchange)}
     stages = [[numbers[segment.name] for segment in stage] for stage in staged.stages[: staged.depth]]
     seconds = [action_seconds(stage, cluster, first=False) for stage in stages]  # the graph knows which I is empty
     if staged.parts:

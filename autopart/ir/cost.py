@@ -22,6 +22,9 @@ EXPRESSIONS = (
     "input_flops",
     "input_bytes",
     "stash_bytes",
+    "forward_exchange",
+    "backward_exchange",
+    "input_exchange",
 )
 """The fields of a cost that depend on the microbatch size."""
 
@@ -29,6 +32,9 @@ REST = "output"
 """What a segment is called that is in no module, behind the last one: a loss, say. A call without it has no place where
 a stage could begin there.
 """
+
+PICO = 10**12
+"""Units of time in a second: integers, so that nothing depends on the order of sums."""
 
 OPTIMIZER_RATIO = 2.0
 """Bytes of optimizer state per byte of trainable parameter: AdamW's two moments, in the parameter's dtype."""
@@ -73,6 +79,9 @@ class SegmentCost:
     input_flops: sympy.Expr = 0  # those of the backward's that are for the inputs (I), the rest for the weights (W)
     input_bytes: sympy.Expr = 0  # likewise of its bytes
     stash_bytes: sympy.Expr = 0  # activations and gradients kept from I to W
+    forward_exchange: sympy.Expr = 0  # picoseconds that the places of an axis inside it exchange values
+    backward_exchange: sympy.Expr = 0
+    input_exchange: sympy.Expr = 0  # those of the backward's that are I's
 
     def __post_init__(self) -> None:
         if not 0 <= self.trainable_bytes <= self.parameter_bytes:
@@ -115,6 +124,9 @@ class SegmentNumbers:
     input_flops: int = 0
     input_bytes: int = 0
     stash_bytes: int = 0
+    forward_exchange: int = 0
+    backward_exchange: int = 0
+    input_exchange: int = 0
 
     def __post_init__(self) -> None:
         for field in fields(self):

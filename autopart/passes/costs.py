@@ -8,12 +8,13 @@ of distinct bodies.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
+from autopart.codegen.exchange import exchanges
 from autopart.ir.captured import Captured
-from autopart.ir.cost import SegmentCost, Tied
+from autopart.ir.cost import SegmentCost, Tied, batch_symbol
 from autopart.ir.graph import Node, Size, Value
 from autopart.ir.segmented import Body, Function, Halves, Segment, Segmented, defined
 from autopart.passes.split_backward import halves
@@ -38,10 +39,17 @@ class _Expressions:
     input_flops: Expression
     input_bytes: Expression
     stash_bytes: Expression
+    forward_exchange: Expression
+    backward_exchange: Expression
+    input_exchange: Expression
 
 
-def costs(segmented: Segmented) -> tuple[SegmentCost, ...]:
-    """The cost of every segment, in order.
+Exchanged = Callable[[str, int], int]
+"""The picoseconds of a collective inside a segment, by its kind and payload in bytes."""
+
+
+def costs(segmented: Segmented, exchanged: Exchanged | None = None) -> tuple[SegmentCost, ...]:
+    """The cost of every segment, in order; `exchanged` is asked where places exchange values inside segments.
 
     `saved_bytes` counts every storage that the segment keeps for its backward once, however many views of it are kept,
     and so does the next segment if it keeps the same; the caller's batch, parameters and buffers are not counted.
@@ -58,7 +66,8 @@ def costs(segmented: Segmented) -> tuple[SegmentCost, ...]:
         origins = tuple(copied.get(name) for name in segment.values)
         key = segment.body, origins
         if key not in shared:
-            shared[key] = _expressions(segmented.bodies[segment.body], segment, origins, segmented.captured.batch)
+            body, samples = segmented.bodies[segment.body], segmented.captured.batch
+            shared[key] = _expressions(body, segment, origins, samples, exchanged)
         mine = {target: parameters[target] for target in segment.parameters if target in parameters}
         here = {
             target: replace(item.value, shape=pieces[target].local) for target, item in mine.items() if target in pieces
@@ -78,6 +87,9 @@ def costs(segmented: Segmented) -> tuple[SegmentCost, ...]:
                 input_flops=common.input_flops,
                 input_bytes=common.input_bytes,
                 stash_bytes=common.stash_bytes,
+                forward_exchange=common.forward_exchange,
+                backward_exchange=common.backward_exchange,
+                input_exchange=common.input_exchange,
                 parameter_bytes=sum(sizes.values()),
                 trainable_bytes=sum(sizes[target] for target, item in mine.items() if item.requires_grad),
                 tied=tuple(Tied(t, sizes[t], item.requires_grad) for t, item in mine.items() if users[t] > 1),
@@ -96,7 +108,9 @@ def copied_inputs(captured: Captured) -> dict[str, bool]:
     return {name: any(size != 1 for size in shape[: dims[name]]) for name, shape in shapes.items()}
 
 
-def _expressions(body: Body, segment: Segment, origins: tuple[bool | None, ...], samples: int) -> _Expressions:
+def _expressions(
+    body: Body, segment: Segment, origins: tuple[bool | None, ...], samples: int, exchanged: Exchanged | None
+) -> _Expressions:
     """What segments with this body share, of which `segment` is one.
 
     `origins` has what `copied_inputs` says of every value that comes in; stashes are the smallest at `samples`.
@@ -120,7 +134,21 @@ def _expressions(body: Body, segment: Segment, origins: tuple[bool | None, ...],
         input_flops=_flops(inputs),
         input_bytes=_moved(inputs),
         stash_bytes=_stash(body, cut, held),
+        forward_exchange=_exchange(body.forward, samples, exchanged),
+        backward_exchange=_exchange(backward, samples, exchanged),
+        input_exchange=_exchange(inputs, samples, exchanged),
     )
+
+
+def _exchange(function: Function, samples: int, exchanged: Exchanged | None) -> Expression:
+    """The picoseconds of the collectives of a function. Sizes are affine in the batch, so two of them say all."""
+    import sympy
+
+    if exchanged is None:
+        return 0
+    once, twice = (sum(exchanged(e.kind, e.payload) for e in exchanges(function, n)) for n in (samples, 2 * samples))
+    each = sympy.Rational(twice - once, samples)
+    return once + each * (batch_symbol() - samples)
 
 
 def _stash(body: Body, cut: Halves | None, held: Set[str]) -> Expression:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from autopart.cluster import Cluster
+from autopart.ir.cost import PICO
 from autopart.ir.graph import Node, Value
 from autopart.ir.placed import Strategy, collective_of
 from autopart.ir.placement import TensorPlacement
@@ -15,9 +16,6 @@ from autopart.rules.flops import GATHERS, flops
 from autopart.rules.split import part, share
 from autopart.rules.strategies import Ruled
 from autopart.solver.layout import IMPOSSIBLE, Moves
-
-PICO = 10**12
-"""Picoseconds of a second: costs are whole numbers of them."""
 
 WHOLE = ("cp",)
 """The axes for what moves with the batch alone: parameters are whole at every place, and so are their gradients."""

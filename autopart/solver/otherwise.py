@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
+from autopart.ir.cost import PICO
 from autopart.ir.placement import TensorPlacement
 from autopart.ir.tensor_plan import Costs
-from autopart.solver.axis import PICO
 from autopart.solver.eliminate import Eliminated, picks
 from autopart.solver.layout import Layout, evaluate
 

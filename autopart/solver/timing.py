@@ -1,7 +1,8 @@
 """Predicted times: a roofline for segments, the simulated flush of a pipeline, alpha-beta for the data axis.
 
 Assumed, and stated so that a better model has something to beat: devices reach their peak; a message from rank to rank
-takes latency and bytes over bandwidth, and delays only what waits for it; the collectives of the data axis delay all.
+takes latency and bytes over bandwidth, and delays only what waits for it; the collectives of the data axis delay all,
+and so do those inside segments: nothing is computed meanwhile.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from autopart.cluster import Cluster
 from autopart.ir.action import Schedule
-from autopart.ir.cost import SegmentNumbers
+from autopart.ir.cost import PICO, SegmentNumbers
 from autopart.ir.placement import Modes
 from autopart.ir.traffic import sent_bytes
 from autopart.schedules import Timeline, simulate
@@ -18,11 +19,10 @@ from autopart.solver.memory import exchanges
 
 
 def segment_seconds(segment: SegmentNumbers, cluster: Cluster) -> tuple[float, float]:
-    """Forward and backward seconds of one microbatch: each the longer of computing and moving bytes."""
-    return (
-        max(segment.forward_flops / cluster.flops, segment.forward_bytes / cluster.bandwidth),
-        max(segment.backward_flops / cluster.flops, segment.backward_bytes / cluster.bandwidth),
-    )
+    """Forward and backward seconds of one microbatch: each the longer of computing and moving bytes, and exchanges."""
+    forward = max(segment.forward_flops / cluster.flops, segment.forward_bytes / cluster.bandwidth)
+    backward = max(segment.backward_flops / cluster.flops, segment.backward_bytes / cluster.bandwidth)
+    return forward + segment.forward_exchange / PICO, backward + segment.backward_exchange / PICO
 
 
 def action_seconds(segments: Sequence[SegmentNumbers], cluster: Cluster, *, first: bool) -> dict[str, float]:
@@ -53,11 +53,12 @@ def output_seconds(part: SegmentNumbers, cluster: Cluster, barriers: int) -> dic
 
 def halves_seconds(segment: SegmentNumbers, cluster: Cluster) -> tuple[float, float]:
     """Seconds of one microbatch's backward for the inputs, and of the rest of it."""
-    flops, nbytes = segment.input_flops, segment.input_bytes
-    return (
-        max(flops / cluster.flops, nbytes / cluster.bandwidth),
-        max((segment.backward_flops - flops) / cluster.flops, (segment.backward_bytes - nbytes) / cluster.bandwidth),
+    flops, nbytes, exchange = segment.input_flops, segment.input_bytes, segment.input_exchange
+    inputs = max(flops / cluster.flops, nbytes / cluster.bandwidth)
+    weights = max(
+        (segment.backward_flops - flops) / cluster.flops, (segment.backward_bytes - nbytes) / cluster.bandwidth
     )
+    return inputs + exchange / PICO, weights + (segment.backward_exchange - exchange) / PICO
 
 
 def timeline(schedule: Schedule, seconds: Sequence[Mapping[str, float]], delay: float = 0.0) -> Timeline:
