@@ -1,6 +1,6 @@
 """autopart's step beside what a person would write by hand: eager, DistributedDataParallel, FSDP2, torch's pipelining.
 
-    python benchmarks/peers.py [--rounds 20] [--only one,pp,dp,fsdp] [--width 384,128]
+    python benchmarks/peers.py [--rounds 20] [--only one,pp,interleaved,interleaved-zb,zb-v,dp,fsdp] [--width 384,128]
 
 A GPT of 8 blocks (vocabulary 4000, sequence 128, batch 16), in float32, one optimizer step with AdamW a round. Both
 sides of a row train equal models on equal data in the same processes and take turns, so whatever else the machine does
@@ -40,6 +40,9 @@ class Row:
 ROWS = {
     "one": Row("eager", 1, {384: 1.03}),
     "pp": Row("torch pipelining 1F1B", 2, {384: 0.95}),
+    "interleaved": Row("torch interleaved 1F1B", 2, {384: 1.00}),
+    "interleaved-zb": Row("torch interleaved ZB", 2, {384: 1.00}),
+    "zb-v": Row("torch ZB-V", 2, {384: 1.00}),
     "dp": Row("DDP", 2, {384: 1.00, 128: 1.00}),
     "fsdp": Row("FSDP2", 2, {384: 0.95, 128: 0.60}),
 }
@@ -109,58 +112,80 @@ def fsdp2(width: int) -> Step:
     return loop(model, *own_half())
 
 
-class Half(torch.nn.Module):
-    """The first or the second half of the GPT, for torch's pipelining: tokens or activations in."""
+class Piece(torch.nn.Module):
+    """Some blocks of the GPT, for torch's pipelining: tokens or activations in."""
 
-    def __init__(self, model: Any, first: bool) -> None:
+    def __init__(self, model: Any, number: int, count: int) -> None:
         super().__init__()
-        half = BLOCKS // 2
-        self.first, self.blocks = first, model.blocks[:half] if first else model.blocks[half:]
-        if first:
+        size = BLOCKS // count
+        self.first, self.last = number == 0, number == count - 1
+        self.blocks = model.blocks[number * size : (number + 1) * size]
+        if self.first:
             self.token, self.position = model.token, model.position
-        else:
+        if self.last:
             self.norm, self.head = model.norm, model.head
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """One half of the forward."""
+        """The piece's part of the forward."""
         if self.first:
             x = self.token(x) + self.position(torch.arange(x.shape[1], device=x.device))
         for block in self.blocks:
             x = block(x)
-        return x if self.first else self.head(self.norm(x))
+        return self.head(self.norm(x)) if self.last else x
 
 
-def pipelining(width: int) -> Step:
-    """torch.distributed.pipelining's side: two stages, 1F1B."""
-    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+def pipelining(kind: str, places: tuple[int, ...]) -> Callable[[int], Step]:
+    """torch.distributed.pipelining's side: a schedule of it, with the stages on these ranks."""
 
-    rank = dist.get_rank()
-    half = Half(model_of(width), rank == 0)
-    stage = PipelineStage(half, rank, 2, torch.device("cpu"))
+    def made(width: int) -> Step:
+        import torch.distributed.pipelining as torch_pipelining
 
-    def loss_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        rank, model = dist.get_rank(), model_of(width)
+        mine = [number for number, place in enumerate(places) if place == rank]
+        pieces = [Piece(model, number, len(places)) for number in mine]
+        stages = [
+            torch_pipelining.PipelineStage(piece, number, len(places), torch.device("cpu"))
+            for piece, number in zip(pieces, mine, strict=True)
+        ]
+        family = getattr(torch_pipelining, kind)
+        one = len(stages) == 1
+        schedule = family(stages[0] if one else stages, MICROBATCHES, loss_fn=loss_of)
+        optimizer = torch.optim.AdamW([p for piece in pieces for p in piece.parameters()], lr=1e-4)
+        ids, targets = data()
+        last = places[-1] == rank
 
-    schedule = Schedule1F1B(stage, MICROBATCHES, loss_fn=loss_of)
-    optimizer = torch.optim.AdamW(half.parameters(), lr=1e-4)
-    ids, targets = data()
+        def step() -> float:
+            losses: list[torch.Tensor] = []
+            schedule.step(*([ids] if 0 in mine else []), **({"target": targets, "losses": losses} if last else {}))
+            optimizer.step()
+            optimizer.zero_grad()
+            return float(torch.stack(losses).mean().detach()) if losses else 0.0
 
-    def step() -> float:
-        losses: list[torch.Tensor] = []
-        if rank == 0:
-            schedule.step(ids)
-        else:
-            schedule.step(target=targets, losses=losses)
-        optimizer.step()
-        optimizer.zero_grad()
-        return float(torch.stack(losses).mean().detach()) if losses else 0.0
+        return step
 
-    return step
+    return made
+
+
+def loss_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """The loss of a microbatch."""
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
 SIDES: dict[str, tuple[dict[str, Any], Callable[[int], Step]]] = {
     "one": ({"devices": 1, "microbatches": 1}, lambda width: loop(model_of(width), *data())),
-    "pp": ({"mesh": {"pp": 2}, "microbatches": MICROBATCHES, "schedule": "1f1b"}, pipelining),
+    "pp": ({"mesh": {"pp": 2}, "microbatches": MICROBATCHES, "schedule": "1f1b"}, pipelining("Schedule1F1B", (0, 1))),
+    "interleaved": (
+        {"mesh": {"pp": 2}, "microbatches": MICROBATCHES, "schedule": "interleaved"},
+        pipelining("ScheduleInterleaved1F1B", (0, 1, 0, 1)),
+    ),
+    "interleaved-zb": (
+        {"mesh": {"pp": 2}, "microbatches": MICROBATCHES, "schedule": "interleaved-zb"},
+        pipelining("ScheduleInterleavedZeroBubble", (0, 1, 0, 1)),
+    ),
+    "zb-v": (
+        {"mesh": {"pp": 2}, "microbatches": MICROBATCHES, "schedule": "zb-v"},
+        pipelining("ScheduleZBVZeroBubble", (0, 1, 1, 0)),
+    ),
     "dp": ({"mesh": {"dp": 2}, "microbatches": 1, "placement": "ddp"}, ddp),
     "fsdp": ({"mesh": {"dp": 2}, "microbatches": 1, "placement": "fsdp"}, fsdp2),
 }
@@ -223,7 +248,7 @@ def show(name: str, width: int, found: dict[str, Any]) -> str:
     held, peak = (found[what]["autopart"] / found[what]["peer"] for what in ("held", "peak"))
     memory = f"{held:.3f} / {peak:.3f}"
     ms = (f"{1000 * bootstrap(seconds[side]).median:7.0f}" for side in ("autopart", "peer"))
-    return f"{name:5}{width:6}  {row.peer:22}{'  '.join(ms)}  {ratio!s:>22}  {verdict:>12}  {memory:>15}"
+    return f"{name:15}{width:6}  {row.peer:22}{'  '.join(ms)}  {ratio!s:>22}  {verdict:>12}  {memory:>15}"
 
 
 def run_row(name: str, width: int, rounds: int) -> str:
@@ -232,11 +257,11 @@ def run_row(name: str, width: int, rounds: int) -> str:
     try:
         found = ranks(__file__, arguments, ROWS[name].processes)
     except (RuntimeError, TimeoutError) as error:
-        return f"{name:5}{width:6}  failed: {error}"
+        return f"{name:15}{width:6}  failed: {error}"
     lines = [show(name, width, found)]
     if "ddp" in found["held"]:
         saved = (found["held"]["ddp"] - found["held"]["autopart"]) / 1e6
-        lines.append(f"{'':11}  fsdp holds {saved:.0f} MB less than ddp between steps")
+        lines.append(f"{'':21}  fsdp holds {saved:.0f} MB less than ddp between steps")
     return "\n".join(lines)
 
 
@@ -259,14 +284,17 @@ def main() -> None:
     if unknown := set(names) - set(ROWS):
         parser.error(f"--only: no row is called {', '.join(sorted(unknown))}; there are {', '.join(ROWS)}")
     print(f"{machine()}, {options.rounds} rounds")
-    print("row   width  peer                  autopart ms  peer ms     ratio [interval]        target  held / peak")
+    print(
+        "row              width  peer                  autopart ms  peer ms     ratio [interval]        target "
+        " held / peak"
+    )
     for width in widths:
         for count in (1, 2):
             if count <= (os.cpu_count() or 1):
                 arguments = ["--one", "threads", "--width", str(width), "--rounds", str(options.rounds)]
                 seconds = ranks(__file__, arguments, 1, threads=count)["seconds"]["eager"]
                 milliseconds = 1000 * bootstrap(seconds).median
-                print(f"{'':5}{width:6}  one eager process, {count} thread{'s' * (count > 1)}: {milliseconds:.0f} ms")
+                print(f"{'':15}{width:6}  one eager process, {count} thread{'s' * (count > 1)}: {milliseconds:.0f} ms")
         for name in names:
             print(run_row(name, width, options.rounds), flush=True)
 
