@@ -114,12 +114,10 @@ def stage0_backward(world, batch, k, saved, from_1):
     last = k == 2  # then gradients are complete, and each begins to be reduced
     d_h_1_v2, grads = h_backward(b, B, d_h_1, *saved.pop(), *world.parameters("h.1"))
     world.accumulate("h.1", grads)
-    if last:
-        world.all_reduce("h.1", axis="dp")
     grads = h_0_backward(b, B, d_h_1_v2, *saved.pop(), *world.parameters("h.0"))
     world.accumulate("h.0", grads)
     if last:
-        world.all_reduce("h.0", axis="dp")
+        world.all_reduce(("h.1", "h.0"), axis="dp")
 
 
 def step(world, batch):
