@@ -79,7 +79,8 @@ def plans(
 ) -> Plan:
     """Plans for a step of ``model(*args, **kwargs)``: any mesh, placement, schedule, microbatches, stage split.
 
-    The schedules are those of the families that programs are written for, by name or as a table of actions.
+    The schedules are those of the families that programs are written for, by name or as a table of actions; but for
+    `vocab`, which asks for a certain output layer, and of slices of the sequence where the model has such.
 
     Hypothesis shrinks towards one device, ddp, one microbatch.
     """
@@ -94,7 +95,10 @@ def plans(
     able = [
         each
         for each in built
-        if each.stages <= len(names) and not (each.mirrors and whole) and each.slices in range(1, tokens + 1)
+        if each.stages <= len(names)
+        and not (each.mirrors and whole)
+        and not each.barriers
+        and each.slices in range(1, tokens + 1)
     ]
     schedule = draw(st.sampled_from(able))
     cuts = sorted(
