@@ -43,7 +43,7 @@ def begins(captured: Captured) -> int:
     """
     forward = [node for node in captured.nodes if not node.backward]
     made = {name: node for node in forward for name in node.names()}
-    softmax = next((node for node in reversed(forward) if called(node) == "_log_softmax"), None)
+    softmax = next((node for node in reversed(forward) if node.aten == "_log_softmax"), None)
     if softmax is None or captured.loss is None or captured.loss not in descendants(forward, softmax.names()):
         raise CaptureError(
             "schedule: an output layer that is split over the pipeline ranks ends in a cross-entropy (a log_softmax "
@@ -55,7 +55,7 @@ def begins(captured: Captured) -> int:
         if node.refs() and weights.issuperset(node.refs()):
             weights.update(node.names())
     size, node = _wide(softmax, made, parameters), made[softmax.refs()[0]]
-    while called(node) not in PRODUCTS:
+    while node.aten not in PRODUCTS:
         source = next((made[n] for n in node.refs() if n in made and _last(made[n], n) == size), None)
         if source is None:
             raise CaptureError(f"{node.place()}the logits are not the product of hidden states and a weight; {ADVICE}")
@@ -63,11 +63,6 @@ def begins(captured: Captured) -> int:
     if weights.isdisjoint(node.refs()):
         raise CaptureError(f"{node.place()}the logits are a product without a parameter; {ADVICE}")
     return min(map(forward.index, _led_to(node, made, weights)))
-
-
-def called(node: Node) -> str:
-    """The name of the operator, without its overload."""
-    return str(node.op.overloadpacket.__name__)
 
 
 def _last(node: Node, name: str) -> object:
@@ -131,12 +126,12 @@ def _without_weights(body: Body) -> Body:
     """
     if body.backward is None:
         return body
-    losses = [n for n in body.forward.nodes if called(n) == "nll_loss_forward" and n.args[3] != MEAN]
+    losses = [n for n in body.forward.nodes if n.aten == "nll_loss_forward" and n.args[3] != MEAN]
     counts = {node.outs[1].name for node in losses if node.outs[1] is not None}
     nodes: list[Node] = []
     used = defined(body.forward) | defined(body.backward)
     for node in body.backward.nodes:
-        if called(node) == "nll_loss_backward" and counts & {*node.refs()}:
+        if node.aten == "nll_loss_backward" and counts & {*node.refs()}:
             gradient = used[node.args[0].name]
             zero = Value(fresh("zero", used), (), gradient.dtype)
             used[zero.name] = zero

@@ -13,14 +13,14 @@ from dataclasses import replace
 
 import torch
 
-from autopart.collectives import is_collective
+from autopart.collectives import collective_name, is_collective
 from autopart.errors import CaptureError
 from autopart.ir.graph import Dim, Node, Ref, ancestors, descendants
 from autopart.ir.placed import PlacedBody
 from autopart.ir.segmented import Function, Segment, Segmented, defined
 from autopart.passes.localise import localise
 from autopart.passes.output_functions import Names, Part, Writer, made_by
-from autopart.passes.output_layer import ADVICE, called
+from autopart.passes.output_layer import ADVICE
 from autopart.rules.alias import viewed
 from autopart.rules.spread import NOWHERE
 
@@ -68,9 +68,13 @@ class Maker:
     def _named(self, nodes: Sequence[Node]) -> tuple[Node, ...]:
         """The nodes, with what is exchanged called after what it is."""
         wishes = {"all_gather": "sums", "all_reduce": "total"}
-        found = [out for node in nodes if called(node) in wishes for out in node.outs if out is not None]
-        ops = {name: called(node) for node in nodes for name in node.names()}
-        names = {out.name: self._value(wishes[ops[out.name]], out.shape, out.dtype).name for out in found}
+        names = {
+            out.name: self._value(wish, out.shape, out.dtype).name
+            for node in nodes
+            if is_collective(node.op) and (wish := wishes.get(collective_name(node.op)))
+            for out in node.outs
+            if out is not None
+        }
         return tuple(node.renamed(names) for node in nodes)
 
     # ---- what the places need not tell each other --------------------------------------------------------------------
@@ -81,16 +85,16 @@ class Maker:
         The gradient of a loss over all classes needs the scores' shape alone. Its sum over all classes is what the loss
         of one class would have, as a target has one: no place needs that of others.
         """
-        if called(node) == "nll_loss_backward":
+        if node.aten == "nll_loss_backward":
             scores = self.values[node.args[1].name]
             view, name = self._as(node, self.logits, scores.shape)
             return (*view, replace(node, args=(node.args[0], Ref(name), *node.args[2:])))
         makers = {name: each for each in nodes for name in each.names()}
         source = makers.get(node.refs()[0]) if is_collective(node.op) else None
-        summed = makers.get(source.refs()[0]) if source is not None and called(source) == "sum" else None
+        summed = makers.get(source.refs()[0]) if source is not None and source.aten == "sum" else None
         while summed is not None and viewed(summed) is not None:
             summed = makers.get(summed.refs()[0])
-        if summed is None or called(summed) != "nll_loss_backward":
+        if summed is None or summed.aten != "nll_loss_backward":
             return (node,)
         whole = next(each for each in self.whole.nodes if each.names() == summed.names())
         gradient, _, target, weight, how, ignored, *rest = whole.args
@@ -123,7 +127,7 @@ class Maker:
 
         They are copies, where T makes the same again: to keep it would be to hold the logits twice.
         """
-        scores = next(n for n in self.whole.nodes if called(n) == "_log_softmax_backward_data").names()[0]
+        scores = next(n for n in self.whole.nodes if n.aten == "_log_softmax_backward_data").names()[0]
         makers = {name: node for node in self.nodes for name in node.names()}
         cast = makers[scores]
         difference = makers[cast.refs()[0]]
@@ -159,10 +163,10 @@ class Maker:
         loss = makers.get(given)
         while loss is not None and viewed(loss) is not None:
             loss = makers.get(loss.refs()[0])
-        at = next((i for i, node in enumerate(path) if called(node) == "mm"), None)
-        if loss is None or called(loss) != "nll_loss_backward" or at is None:
+        at = next((i for i, node in enumerate(path) if node.aten == "mm"), None)
+        if loss is None or loss.aten != "nll_loss_backward" or at is None:
             return ()
-        if any(viewed(node) is None and called(node) != "_to_copy" for node in path[:at]):
+        if any(viewed(node) is None and node.aten != "_to_copy" for node in path[:at]):
             return ()
         product, target = path[at], self.values[loss.args[2].name]
         out = product.outs[0]
@@ -193,9 +197,9 @@ class Maker:
         for node in path:
             on, *others = node.refs()
             source, out = self.values[on], node.outs[0]
-            product = called(node) == "mm"
+            product = node.aten == "mm"
             even = out is not None and (product or source.shape[-1] == out.shape[-1])
-            if called(node) not in ROWWISE or on not in reached or reached & {*others} or not even:
+            if node.aten not in ROWWISE or on not in reached or reached & {*others} or not even:
                 raise CaptureError(
                     f"{node.place()}{node.opname} is between the gradient of the logits and that of the output layer's "
                     "input, where one barrier goes on before the softmax is known, by products with the weight alone; "
@@ -234,7 +238,7 @@ def _exchange(nodes: Sequence[Node], layer: Segment) -> tuple[Node, str, str]:
     for node in nodes:
         if is_collective(node.op):
             source = makers.get(node.refs()[0])
-            if source is None or called(source) != "logsumexp":
+            if source is None or source.aten != "logsumexp":
                 raise _refused(layer, node)
             return node, node.refs()[0], source.refs()[0]
     raise AssertionError("a log-softmax over a split dim")
@@ -243,6 +247,6 @@ def _exchange(nodes: Sequence[Node], layer: Segment) -> tuple[Node, str, str]:
 def _refused(layer: Segment, node: Node) -> CaptureError:
     return CaptureError(
         f"{node.place()}the output layer {layer.name!r}, split over the pipeline ranks, needs more of the other "
-        f"ranks than the sums of their exponentials ({called(node)} of {', '.join(node.refs())}); a log_softmax with "
-        f"the negative log-likelihood of targets, without label smoothing, needs no more; {ADVICE}"
+        f"ranks than the sums of their exponentials ({collective_name(node.op)} of {', '.join(node.refs())}); "
+        f"a log_softmax with the negative log-likelihood of targets, without label smoothing, needs no more; {ADVICE}"
     )
