@@ -16,7 +16,7 @@ from autopart.ir.graph import Arg, Dim, Node, Ref, Value
 from autopart.ir.names import fresh
 from autopart.ir.placed import PlacedBody
 from autopart.ir.segmented import Body, Function, Segment, Segmented, defined
-from autopart.rules.split import lengths
+from autopart.rules.split import span
 
 aten = torch.ops.aten
 
@@ -176,10 +176,7 @@ class Writer:
 
     def _rows(self, name: str) -> tuple[int, int]:
         """The first of this rank's rows of a parameter, and the one after the last."""
-        parts = lengths(self.wholes[name].shape[0], 1, 1, self.degree)
-        assert parts is not None  # the layer is placed
-        sizes = [size for size in parts if isinstance(size, int)]
-        return sum(sizes[: self.rank]), sum(sizes[: self.rank + 1])
+        return span(self.wholes[name].shape[0], 1, 1, self.degree, self.rank)
 
     def _whole(self, value: Value) -> Value | None:
         """All of such a parameter, None for any other formal."""

@@ -19,7 +19,7 @@ from autopart.ir.segmented import Body, Here, Segmented
 from autopart.ir.state import Piece, State
 from autopart.passes.consistent import faults, step_faults
 from autopart.passes.localise import localise
-from autopart.rules.split import lengths, local_shape
+from autopart.rules.split import local_shape, span
 
 
 def check_places(segmented: Segmented, placed: PlacedStep) -> None:
@@ -81,7 +81,6 @@ def _pieces(placed: PlacedStep, shapes: Mapping[str, tuple[int, ...]], place: in
 
 
 def _piece(placed: PlacedStep, shape: tuple[int, ...], how: Shard, place: int) -> Piece:
-    parts = lengths(shape[how.dim], how.outer, how.unit, placed.degree)
-    assert parts is not None and isinstance(how.outer, int)  # only legal splits pass the gate; no batch in a parameter
-    counts = [part for part in parts if isinstance(part, int)]
-    return Piece(placed.axis, shape, how.dim, how.outer, sum(counts[:place]), sum(counts[: place + 1]))
+    assert isinstance(how.outer, int)  # no batch in a parameter
+    mine = span(shape[how.dim], how.outer, how.unit, placed.degree, place)
+    return Piece(placed.axis, shape, how.dim, how.outer, *mine)

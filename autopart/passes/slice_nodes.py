@@ -18,9 +18,9 @@ from autopart.ir.names import fresh
 from autopart.ir.segmented import Segmented
 from autopart.passes.dependence import is_random
 from autopart.passes.tokens import Dependence, How, Loop, Tokens, Treatment, loop_of, rest_of, tokens_of
-from autopart.rules.factor import ArgPath, Rule, bind, slots, with_arguments
+from autopart.rules.factor import ArgPath, Rule, slots, with_arguments
 from autopart.rules.split import product
-from autopart.rules.table import family
+from autopart.rules.table import rule
 
 aten = torch.ops.aten
 
@@ -144,8 +144,7 @@ class Slices:
     def _rule(self, node: Node) -> Rule | None:
         key = node.names()
         if key not in self._rules:
-            found = family(node.op)
-            self._rules[key] = None if found is None else found(bind(node, self.values))
+            self._rules[key] = rule(node, self.values)
         return self._rules[key]
 
     def span(self, tokens: Tokens | Loop) -> tuple[int, int]:

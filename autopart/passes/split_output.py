@@ -37,7 +37,7 @@ from autopart.ir.state import Parameter, Piece
 from autopart.passes.output_functions import AXIS, Part, part_name
 from autopart.passes.output_layer import ADVICE, along_vocabulary
 from autopart.passes.output_part import Maker
-from autopart.rules.split import lengths
+from autopart.rules.split import span
 
 aten = torch.ops.aten
 
@@ -102,11 +102,7 @@ def _placed(value: Value) -> TensorPlacement:
 def _parameter(target: str, whole: Value, rank: int, degree: int) -> Parameter:
     """The rows of a parameter that belong to a rank's classes."""
     shape = whole.at(1)
-    parts = lengths(shape[0], 1, 1, degree)
-    assert parts is not None  # the layer could be placed
-    sizes = [int(size) for size in parts if isinstance(size, int)]
-    start = sum(sizes[:rank])
-    piece = Piece(AXIS, shape, 0, 1, start, start + sizes[rank])
+    piece = Piece(AXIS, shape, 0, 1, *span(shape[0], 1, 1, degree, rank))
     return Parameter(part_name(target, rank), piece.local, whole.dtype, (piece,), target)
 
 

@@ -23,8 +23,8 @@ from autopart.ir.graph import Dim, Input, Node, Share, Value
 from autopart.passes.dependence import refuse
 from autopart.passes.masks import hides_later
 from autopart.rules.factor import Call, Dims, Factor, Rule, bind, ratio
-from autopart.rules.split import product
-from autopart.rules.table import family
+from autopart.rules.split import loop_at, product
+from autopart.rules.table import rule_of
 
 ADVICE = (
     "A schedule of token slices needs a model whose tokens meet in causal attention alone "
@@ -213,12 +213,10 @@ class _Step:
         return {out.name: fact for _, out in self.outs}
 
     def _rule(self) -> Rule | None:
-        found = family(self.node.op)
-        if found is not None:
-            return found(self.call)
-        if any(fact.how is not How.WHOLE for fact in self.facts.values()):
+        found = rule_of(self.node, self.call)
+        if found is None and any(fact.how is not How.WHOLE for fact in self.facts.values()):
             self._refuse("has no factor rule, so how its result depends on the tokens is unknown")
-        return None
+        return found
 
     # ---- what knows tokens by their places ---------------------------------------------------------------------------
 
@@ -338,17 +336,13 @@ def loop_of(dims: Dims, factors: Sequence[Factor], tokens: Tokens) -> Loop | Non
 
     It has ``outer x length x rest`` elements.
     """
-    before: Dim = 1
-    for factor in dims[tokens.dim]:
-        size = factors[factor].size
-        within = ratio(tokens.outer, before)
-        if within is None:
-            return None
-        rest = ratio(size, within)
-        if rest is not None and rest != 1:
-            return None if ratio(rest, tokens.length) is None else Loop(factor, tokens.length, within)
-        before = product((before, size))
-    return None
+    dim = dims[tokens.dim]
+    found = loop_at(dim, factors, tokens.outer)
+    if found is None:
+        return None
+    at, outer = found
+    fits = ratio(factors[dim[at]].size, product((outer, tokens.length))) is not None
+    return Loop(dim[at], tokens.length, outer) if fits else None
 
 
 def tokens_of(dims: Dims, factors: Sequence[Factor], loop: Loop) -> Tokens | None:

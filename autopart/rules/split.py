@@ -12,7 +12,7 @@ from autopart.ir.graph import Dim
 from autopart.ir.mesh import pieces
 from autopart.ir.placed import Cut
 from autopart.ir.placement import Shard, TensorPlacement
-from autopart.rules.factor import Dims, Factor, ratio, times
+from autopart.rules.factor import Dims, Factor, Product, ratio, times
 
 
 def product(sizes: Iterable[Dim]) -> Dim:
@@ -63,17 +63,28 @@ def shard_of(dims: Dims, factors: Sequence[Factor], cut: Cut, degree: int) -> Sh
 def cut_of(dims: Dims, factors: Sequence[Factor], shard: Shard, degree: int) -> Cut | None:
     """The cut of a loop that a split dim is; None if it is not one of these loops that is split."""
     dim = dims[shard.dim]
+    found = loop_at(dim, factors, shard.outer)
+    if found is None:
+        return None
+    at, outer = found
+    after = product(factors[f].size for f in dim[at + 1 :])
+    even = is_even(product(factors[f].size for f in dim), shard.outer, shard.unit, degree)
+    return _within(Cut(dim[at], outer), factors[dim[at]].size, after, None if even else shard.unit, degree)
+
+
+def loop_at(dim: Product, factors: Sequence[Factor], outer: Dim) -> tuple[int, Dim] | None:
+    """Which loop of a dim goes on within each of its `outer` equal runs: its place among them, and its runs of these.
+
+    None if the runs do not begin where a loop, or an equal part of one, does.
+    """
     before: Dim = 1
     for at, factor in enumerate(dim):
-        size = factors[factor].size
-        outer = ratio(shard.outer, before)
-        if outer is None:
+        size, own = factors[factor].size, ratio(outer, before)
+        if own is None:
             return None
-        rest = ratio(size, outer)
+        rest = ratio(size, own)
         if rest is not None and rest != 1:
-            after = product(factors[f].size for f in dim[at + 1 :])
-            even = is_even(product(factors[f].size for f in dim), shard.outer, shard.unit, degree)
-            return _within(Cut(factor, outer), size, after, None if even else shard.unit, degree)
+            return at, own
         before = product((before, size))
     return None
 
@@ -86,6 +97,14 @@ def _within(cut: Cut, size: Dim, after: Dim, unit: Dim | None, degree: int) -> C
     if own is None or lengths(size, cut.outer, own, degree) is None:
         return None
     return Cut(cut.factor, cut.outer, own)
+
+
+def span(size: Dim, outer: Dim, unit: Dim, degree: int, place: int) -> tuple[int, int]:
+    """The elements ``[start, stop)`` of the split part that a place has, of a loop or dim without the batch."""
+    parts = lengths(size, outer, unit, degree)
+    assert parts is not None  # only legal splits are chosen
+    counts = [part for part in parts if isinstance(part, int)]
+    return sum(counts[:place]), sum(counts[: place + 1])
 
 
 def local_size(size: Dim, outer: Dim, unit: Dim, degree: int, place: int) -> Dim:
