@@ -7,11 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from autopart.codegen.functions import call
-from autopart.codegen.loop import function, indented, once, reductions, store_names, total
-from autopart.codegen.roll import Loop, periodic
+from autopart.codegen.functions import indented
+from autopart.codegen.loop import function, once, reductions, store_names, total
 from autopart.codegen.stages import stage_outputs, stage_prologue
-from autopart.codegen.step import action_lines, shift
+from autopart.codegen.step import action_lines, scheduled_lines
 from autopart.ir.action import Action, Kind, stages_of
 from autopart.ir.staged import Staged
 from autopart.schedules.filling import Filled, counts
@@ -35,7 +34,7 @@ def filled(staged: Staged, loop: Filled, column: int, degree: int) -> list[str]:
 def _frozen(staged: Staged) -> list[str]:
     lines = ["for k in coming:", "    batch = batches.of(k)"]
     lines += indented(once(staged, stage_prologue(staged, 0, Kind.F)))
-    lines += action_lines(staged, Action(Kind.F, 0, 0), "k", "    ")
+    lines += indented(action_lines(staged, Action(Kind.F, 0, 0), "k"))
     lines = [f"{name} = {{}}" for name in stage_outputs(staged, 0)] + lines
     doc = "Forwards of the layers that are not trained, for microbatches of the batch that comes."
     return function("frozen(world, batches, coming)", doc, lines, store_names(staged, [0]))
@@ -57,7 +56,7 @@ def _train(staged: Staged, loop: Filled, column: int, degree: int) -> list[str]:
     row, fills = loop.batch_rows(edges)[column], loop.fills if column == 0 else ()
     done = 0
     for part, count in _parts(row, fills):
-        lines += _rolled(staged, part)
+        lines += scheduled_lines(staged, part, "first")
         if count:
             lines.append(f"frozen(world, batches, coming[{done}:{done + count}])")
             done += count
@@ -81,22 +80,3 @@ def _parts(row: Sequence[Action], fills: Sequence[int]) -> Iterator[tuple[Sequen
             part = []
         part.append(action)
     yield part, sum(waiting)
-
-
-def _rolled(staged: Staged, row: Sequence[Action]) -> Iterator[str]:
-    """The lines of actions, whose microbatches are counted from `first`."""
-    for item in periodic(row, shift):
-        if not isinstance(item, Loop):
-            yield from action_lines(staged, item, _from_first(item.microbatch), "")
-            continue
-        low = min(action.microbatch for action in item.items)
-        span = [_from_first(low), _from_first(low + item.stride * item.count)]
-        span += [str(item.stride)] if item.stride > 1 else []
-        yield from call("for k in range", span, ":")
-        for action in item.items:
-            offset = action.microbatch - low
-            yield from action_lines(staged, action, f"k + {offset}" if offset else "k", "    ")
-
-
-def _from_first(number: int) -> str:
-    return f"first + {number}" if number else "first"

@@ -118,6 +118,11 @@ def call(head: str, args: Sequence[str], tail: str, brackets: str = "()") -> lis
     return [f"{head}{opening}", *_filled(args, "    "), f"{closing}{tail}"]
 
 
+def indented(lines: Iterable[str]) -> list[str]:
+    """Lines one level further in."""
+    return [f"    {line}" for line in lines]
+
+
 def tuple_of(items: Iterable[str]) -> str:
     """Source for a tuple."""
     items = tuple(items)

@@ -8,13 +8,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 
-from autopart.codegen.functions import call
+from autopart.codegen.functions import call, indented
 from autopart.codegen.parsed import PROLOGUE
 from autopart.codegen.stages import stage_outputs, stage_prologue
-from autopart.codegen.step import computed, edge_name, prologue_inputs, stores
+from autopart.codegen.step import computed, prologue_arguments, receive, send, stores
 from autopart.ir.action import Kind, Weights
-from autopart.ir.captured import Captured
-from autopart.ir.graph import Output
+from autopart.ir.graph import Value
 from autopart.ir.staged import Staged
 from autopart.schedules.stream import Stream
 
@@ -35,7 +34,7 @@ def _step(staged: Staged, stream: Stream, stage: int) -> list[str]:
     ahead = stream.ahead[stage]
     lines = [f"{name} = {{}}" for name in stage_outputs(staged, stage)]
     lines += ["for k in batches.entering:", "    batch = batches.of(k)"]
-    tick = [_receive(staged, edge.source, stage, "k", "batch") for edge in staged.into(stage, forward=True)]
+    tick = [receive(staged, edge.source, stage, "k") for edge in staged.into(stage, forward=True)]
     tick += [f"used_{stage}[k] = world.version(stage={stage})"] if stream.weights is Weights.STASH else []
     tick += [*_action(staged, stream, stage, Kind.F), *_sends(staged, stage, forward=True)]
     tick += [f"if k >= {ahead}:", f"    {_later(ahead)}"] if ahead else [_later(0)]
@@ -76,11 +75,10 @@ def reductions(staged: Staged, stage: int, degree: int) -> list[str]:
 
 def total(staged: Staged, stages: Sequence[int]) -> str:
     """What a step hands out: the loss of its batch, for which nobody waits yet."""
-    loss = loss_of(staged.segmented.captured)
-    value = next(v for v in staged.segmented.captured.values() if v.name == loss.name)
+    loss = loss_of(staged)
     here = any(loss.name in stage_outputs(staged, stage) for stage in stages)
     parts = f"list({loss.name}.values())" if here else "[]"
-    return f'{{"{loss.name}": world.begin_total({parts}, shape={value.at(1)}, dtype={value.dtype})}}'
+    return f'{{"{loss.name}": world.begin_total({parts}, shape={loss.at(1)}, dtype={loss.dtype})}}'
 
 
 def function(name: str, doc: str, body: Sequence[str], kept: Iterable[str]) -> list[str]:
@@ -88,11 +86,6 @@ def function(name: str, doc: str, body: Sequence[str], kept: Iterable[str]) -> l
     words = {word for line in body for word in re.findall(r"\w+", line)}
     stores = [f'{store} = world.store("{store}")' for store in kept if store in words]
     return ["", "", f"def {name}:", *indented([f'"""{doc}"""', *stores, *body])]
-
-
-def indented(lines: Iterable[str]) -> list[str]:
-    """Lines one level further in."""
-    return [f"    {line}" for line in lines]
 
 
 def _later(ahead: int) -> str:
@@ -119,21 +112,13 @@ def _received(staged: Staged, stream: Stream, stage: int, *, late: bool) -> Iter
         guards = [f"k >= {by}"] * (by > 0 if not late else by > stream.batch)
         guards += [f"k < batches.count + {by}"] * late
         k = f"k - {by}" if by else "k"
-        line = _receive(staged, edge.source, stage, k, f"batches.of({k})" if by or late else "batch")
+        line = receive(staged, edge.source, stage, k, f"batches.of({k})" if by or late else "batch")
         yield from [f"if {' and '.join(guards)}:", f"    {line}"] if guards else [line]
-
-
-def _receive(staged: Staged, source: int, stage: int, k: str, batch: str) -> str:
-    like = f"edge_{source}_{stage}({batch}.sizes[{k}])"
-    return (
-        f"{edge_name(staged, source, stage)}[{k}] = world.recv({like}, stage={stage}, source={source}, microbatch={k})"
-    )
 
 
 def _sends(staged: Staged, stage: int, *, forward: bool) -> Iterator[str]:
     for edge in staged.out_of(stage, forward=forward):
-        name, to = edge_name(staged, stage, edge.target), edge.target
-        yield f"world.send({name}.pop(k), stage={stage}, to={to}, microbatch=k)"
+        yield send(staged, stage, edge.target, "k")
 
 
 def _action(staged: Staged, stream: Stream, stage: int, kind: Kind) -> Iterator[str]:
@@ -159,17 +144,14 @@ def _version(stream: Stream, stage: int, kind: Kind) -> str:
 def once(staged: Staged, wanted: Iterable[str]) -> list[str]:
     """The lines that make some values of what depends on the whole batch's inputs alone, computed once a batch."""
     names = [item.value.name for item in staged.segmented.captured.of_kind("prologue")]
-    whole = [
-        f'batch.whole("{target}")' if kind == "input" else f'world.buffer("{target}")'
-        for kind, target, _ in prologue_inputs(staged)
-    ]
     made: list[str] = []
     for name in wanted:
         at = f"[{names.index(name)}]" if len(names) > 1 else ""
-        made += call(f"{name} = batch.once", [PROLOGUE, "batch.size", *whole], at)
+        made += call(f"{name} = batch.once", [PROLOGUE, *prologue_arguments(staged)], at)
     return made
 
 
-def loss_of(captured: Captured) -> Output:
-    """The loss among the outputs of a step that has one."""
-    return next(out for out in captured.outputs if out.kind == "loss")
+def loss_of(staged: Staged) -> Value:
+    """The loss of a step that has one."""
+    captured = staged.segmented.captured
+    return next(value for value in captured.values() if value.name == captured.loss)

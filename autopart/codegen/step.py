@@ -7,7 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from autopart.codegen.bodies import SUFFIX
-from autopart.codegen.functions import call
+from autopart.codegen.functions import call, indented
+from autopart.codegen.parsed import PROLOGUE
 from autopart.codegen.roll import Loop, periodic, template
 from autopart.codegen.stages import (
     reads_prologue,
@@ -45,13 +46,13 @@ def step(staged: Staged, scheduled: Scheduled, column: int, degree: int, *, loca
     results = [out for out in outputs(staged) if out.kind != "input_grad"]
     if staged.segmented.captured.deferred:
         first = begin_of_backward(row)
-        lines += _schedule(staged, row[:first])
+        lines += indented(scheduled_lines(staged, row[:first]))
         lines += _buffers(staged, place, column, degree)
         made, entries = _results(staged, stages, results)
         lines += [*made, "    # The caller computes a loss of these; its backward() sends their gradients."]
         lines += _dict("tangents = yield ", entries)
         row, results = row[first:], []
-    lines += _schedule(staged, row)
+    lines += indented(scheduled_lines(staged, row))
     lines += _reductions(staged, scheduled, column, stages, degree)
     lines += _buffers(staged, place, column, degree) if not staged.segmented.captured.deferred else []
     results += [out for out in outputs(staged) if out.kind == "input_grad"]
@@ -60,7 +61,7 @@ def step(staged: Staged, scheduled: Scheduled, column: int, degree: int, *, loca
 
 
 def _dict(head: str, entries: Sequence[str]) -> list[str]:
-    return ["    " + line for line in call(head, [f'"{name}": {name}' for name in entries], "", "{}")]
+    return indented(call(head, [f'"{name}": {name}' for name in entries], "", "{}"))
 
 
 def begin_of_backward(row: Sequence[Action]) -> int:
@@ -103,14 +104,21 @@ def _prologue(staged: Staged, stages: Sequence[int], local: bool) -> list[str]:
     if not reads_prologue(staged, stages):
         return []
     names = [item.target for item in staged.segmented.captured.of_kind("prologue")]
-    args = ["batch.samples", "batch.size"] if local else ["batch.size"]
-    for item in prologue_inputs(staged):
-        args.append(f'batch.whole("{item[1]}")' if item[0] == "input" else f'world.buffer("{item[1]}")')
-    lines = call(f"{', '.join(names)} = prologue", args, "")
+    args = [*(["batch.samples"] if local else []), *prologue_arguments(staged)]
+    lines = call(f"{', '.join(names)} = {PROLOGUE}", args, "")
     if local:
         lines.append("# Each data rank has counted its own samples.")
         lines += [f'{name} = world.summed({name}, axis="dp")' for name in names]
-    return ["    " + line for line in lines]
+    return indented(lines)
+
+
+def prologue_arguments(staged: Staged) -> list[str]:
+    """Source for what the prologue is given: the samples of the whole batch, and what it reads."""
+    read = [
+        f'batch.whole("{target}")' if kind == "input" else f'world.buffer("{target}")'
+        for kind, target, _ in prologue_inputs(staged)
+    ]
+    return ["batch.size", *read]
 
 
 def prologue_inputs(staged: Staged) -> tuple[tuple[str, str, str], ...]:
@@ -140,42 +148,58 @@ def stores(staged: Staged, stages: Sequence[int]) -> list[str]:
     return lines
 
 
-def _schedule(staged: Staged, row: Sequence[Action]) -> list[str]:
+def scheduled_lines(staged: Staged, row: Sequence[Action], first: str = "") -> list[str]:
+    """The lines of a row, rolled where it repeats; its microbatches are counted from the variable `first`, if any."""
     lines: list[str] = []
-    for item in periodic(row, shift):
+    for item in periodic(row, _shift):
         if isinstance(item, Loop):
             low, stride = min(action.microbatch for action in item.items), item.stride
-            steps = [low, low + stride * item.count, stride]
-            lines.append(f"    for k in range({', '.join(map(str, steps if stride > 1 else steps[not low : 2]))}):")
+            span = [_plus(first, low), _plus(first, low + stride * item.count), str(stride)]
+            lines.append(f"for k in range({', '.join(span if stride > 1 else span[span[0] == '0' : 2])}):")
             for action in item.items:
-                offset = action.microbatch - low
-                lines += action_lines(staged, action, f"k + {offset}" if offset else "k", "        ")
+                lines += indented(action_lines(staged, action, _plus("k", action.microbatch - low)))
         else:
-            lines += action_lines(staged, item, str(item.microbatch), "    ")
+            lines += action_lines(staged, item, _plus(first, item.microbatch))
     return lines
 
 
-def shift(action: Action, later: Action) -> int | None:
+def _plus(variable: str, number: int) -> str:
+    """Source for their sum; the number alone where there is no variable."""
+    if not variable:
+        return str(number)
+    return f"{variable} + {number}" if number else variable
+
+
+def _shift(action: Action, later: Action) -> int | None:
     """By how many microbatches the second action comes later than the first; None if it is another one."""
     by = later.microbatch - action.microbatch
     return by if replace(action, microbatch=later.microbatch) == later else None
 
 
-def action_lines(staged: Staged, action: Action, k: str, indent: str) -> list[str]:
+def action_lines(staged: Staged, action: Action, k: str) -> list[str]:
     stage, peer = action.stage, action.peer
     match action.kind:
         case Kind.SEND:
-            line = f"world.send({edge_name(staged, stage, peer)}.pop({k}), stage={stage}, to={peer}, microbatch={k})"
-            return [indent + line]
+            return [send(staged, stage, peer, k)]
         case Kind.RECV:
-            like, edge = f"edge_{peer}_{stage}(batch.sizes[{k}])", edge_name(staged, peer, stage)
-            return [f"{indent}{edge}[{k}] = world.recv({like}, stage={stage}, source={peer}, microbatch={k})"]
+            return [receive(staged, peer, stage, k)]
         case Kind.F | Kind.B | Kind.I | Kind.W | Kind.S | Kind.T:
-            body = computed(staged, stage, action.kind, k)
-            head = f'{indent}with world.action("{action.kind}", stage={stage}, microbatch={k}):'
-            return [head, *(f"{indent}    {line}" for line in body)]
+            head = f'with world.action("{action.kind}", stage={stage}, microbatch={k}):'
+            return [head, *indented(computed(staged, stage, action.kind, k))]
         case _:
             raise AssertionError(f"no text for {action}")
+
+
+def send(staged: Staged, stage: int, to: int, k: str) -> str:
+    """The line by which a stage sends what it has for another one in microbatch `k`."""
+    return f"world.send({edge_name(staged, stage, to)}.pop({k}), stage={stage}, to={to}, microbatch={k})"
+
+
+def receive(staged: Staged, source: int, stage: int, k: str, batch: str = "batch") -> str:
+    """The line by which a stage receives what another one has for it in microbatch `k`, of `batch`."""
+    like = f"edge_{source}_{stage}({batch}.sizes[{k}])"
+    edge = edge_name(staged, source, stage)
+    return f"{edge}[{k}] = world.recv({like}, stage={stage}, source={source}, microbatch={k})"
 
 
 def computed(staged: Staged, stage: int, kind: Kind, k: str) -> list[str]:
@@ -226,7 +250,7 @@ def _buffers(staged: Staged, place: Sequence[int], column: int, degree: int) -> 
             over_pp += call("world.broadcast_buffers", [*names, f"stage={stage}"], "")
     lines = ["# Updated buffers are made one over the data ranks.", *over_dp] if over_dp else []
     lines += ["# Every stage learns the buffers that another one updated.", *over_pp] if over_pp else []
-    return ["    " + line for line in lines]
+    return indented(lines)
 
 
 def _rolled(lines: Sequence[str]) -> list[str]:

@@ -60,14 +60,13 @@ def updates(text: Text, needed: Sequence[Needs], state: State, stream: Stream | 
 
 def losses(text: Text, staged: Staged, stream: Stream | Filled) -> int:
     """Check that each step hands out the loss of its batch, from all of its microbatches; the number of losses."""
-    loss = loss_of(staged.segmented.captured)
+    loss = loss_of(staged)
     here = any(loss.name in stage_outputs(staged, stage) for stage in text.stages)
-    value = next(value for value in staged.segmented.captured.values() if value.name == loss.name)
     for number, result in enumerate(text.recording.handed_out):
         batch = tuple(range(number * stream.batch, (number + 1) * stream.batch)) if here else ()
         found = result.get(loss.name) if isinstance(result, dict) else None
         given = tuple(part.microbatch for part in found.parts) if isinstance(found, Spec) else None
-        if found != Spec(value.at(1), value.dtype) or given != batch:
+        if found != Spec(loss.at(1), loss.dtype) or given != batch:
             problem = f"step returns as {loss.name!r} for batch {number} the sum of the microbatches {given}"
             raise fault("outputs", f"rank {text.rank}", problem, f"pass those of {batch} to world.begin_total")
     return len(text.recording.handed_out)
