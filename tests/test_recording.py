@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from autopart.codegen.parsed import body_names, load
 from autopart.codegen.recording import Recording, record
-from autopart.codegen.recording_world import RecordingBatch, RecordingWorld
+from autopart.codegen.recording_batch import RecordingBatch
+from autopart.codegen.recording_world import RecordingWorld
 from autopart.codegen.shapes import Bodies, Samples, Spec
 from autopart.ir.action import Action, Kind
 from autopart.ir.placement import Modes

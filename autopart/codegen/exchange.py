@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from autopart.codegen.parsed import executing
 from autopart.collectives import collective_name, is_collective
 from autopart.ir.graph import Node, Ref, Size, map_arg
 from autopart.ir.segmented import Function
@@ -142,8 +142,5 @@ class ExchangeWorld:
 
     def _note(self, kind: str, axis: str, x: torch.Tensor, shape: tuple[int, ...], what: tuple[Any, ...]) -> None:
         self._place(axis)
-        frame = inspect.currentframe()
-        while frame is not None and frame.f_code.co_filename != self.file:
-            frame = frame.f_back
-        line = frame.f_lineno - self.first if frame is not None else 0
+        line = executing(self.file) - self.first
         self.noted.append(Exchange(kind, axis, shape, x.dtype, what, self.operands.get(line, ""), line))

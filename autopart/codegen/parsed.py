@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -92,6 +93,14 @@ def executed(code: CodeType, source: str, name: str, device: torch.device | None
     if device is not None:
         namespace["DEVICE"] = device
     return namespace
+
+
+def executing(name: str) -> int:
+    """The line that is being executed, the innermost, of the source compiled under the file name `name`; 0 if none."""
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code.co_filename != name:
+        frame = frame.f_back
+    return frame.f_lineno if frame is not None else 0
 
 
 def body_names(source: str) -> tuple[str, ...]:

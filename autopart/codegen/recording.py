@@ -14,8 +14,8 @@ from typing import Any, cast
 import torch
 
 from autopart.codegen.parsed import PROLOGUE, Body, executed
-from autopart.codegen.recording_loop import RecordingBatches
-from autopart.codegen.recording_world import Call, Event, RecordingBatch, RecordingWorld
+from autopart.codegen.recording_batch import RecordingBatch, RecordingBatches
+from autopart.codegen.recording_world import Call, Event, RecordingWorld
 from autopart.codegen.shapes import META, Bodies, Shape, Spec, made_by
 from autopart.ir.action import Action
 
@@ -64,7 +64,7 @@ def record(source: str, name: str, world: RecordingWorld, batch: RecordingBatch,
     world.file, world.batch = name, batch
     try:
         if isinstance(batch, RecordingBatches):
-            result, yielded, early = batch.through(names, world), None, 0
+            result, yielded, early = _through(names, world, batch), None, 0
         else:
             result, yielded, early = _completed(names["step"](world, batch), world)
     except Exception as error:
@@ -75,6 +75,15 @@ def record(source: str, name: str, world: RecordingWorld, batch: RecordingBatch,
     left += [line for line, values in world.lists if values]
     stored = sum(len(store.lines) for store in world.stores)
     return Recording(names, tuple(world.events), tuple(world.calls), result, tuple(left), stored, yielded, early)
+
+
+def _through(names: Mapping[str, Any], world: RecordingWorld, batches: RecordingBatches) -> tuple[Any, ...]:
+    """What the functions of a loop's text return for all batches, and at the end, but for nothing."""
+    if not callable(names.get("drain")):
+        raise TypeError("the text defines no function drain(world, batches)")
+    made = [names["step"](world, batches) for _ in batches.coming()]
+    made.append(names["drain"](world, batches))
+    return tuple(found for found in made if found)
 
 
 def _completed(running: Any, world: RecordingWorld) -> tuple[Any, Any, int]:

@@ -1,61 +1,17 @@
-"""What the text of a loop whose steps overlap is given to run on shapes: a world with versions, and several batches."""
+"""The world that the text of a loop whose steps overlap is given to run on shapes: one with versions of the weights."""
 
 from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
-from autopart.codegen.recording_world import RecordingBatch, RecordingStore, RecordingWorld
+from autopart.codegen.recording_world import RecordingStore, RecordingWorld
 from autopart.codegen.shapes import Shape, Spec
 from autopart.ir.action import Action, Kind
-
-
-class RecordingBatches(RecordingBatch):
-    """Several batches of one size after each other; microbatches are counted over all of them."""
-
-    def __init__(
-        self,
-        inputs: Mapping[str, Callable[[int], Spec]],
-        sizes: Sequence[int],
-        size: int,
-        draws: Mapping[str, Spec] | None = None,
-        *,
-        batches: int,
-    ) -> None:
-        super().__init__(inputs, tuple(sizes) * batches, size, draws)
-        self.samples, self.batches, self.each = sum(sizes), batches, len(sizes)
-        self.entering, self.count = range(0), 0
-
-    def of(self, k: int) -> RecordingBatches:
-        """The batch of microbatch k, which must have come."""
-        if not 0 <= k < self.count:
-            raise TypeError(f"microbatch {k} is of a batch that has not come")
-        return self
-
-    def once(self, function: Callable[..., Any], *args: Any) -> Any:
-        """What depends on a whole batch."""
-        return function(*args)
-
-    def left(self, ahead: int) -> range:
-        """The ticks after the last batch."""
-        return range(self.count, self.count + ahead)
-
-    def through(self, names: Mapping[str, Any], world: RecordingWorld) -> tuple[Any, ...]:
-        """Run the functions of a text for all batches, and then to the end; what they return, but for nothing."""
-        if not callable(names.get("drain")):
-            raise TypeError("the text defines no function drain(world, batches)")
-        made = []
-        for _ in range(self.batches):
-            self.entering = range(self.count, self.count + self.each)
-            self.count += self.each
-            made.append(names["step"](world, self))
-        made.append(names["drain"](world, self))
-        return tuple(found for found in made if found)
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""What a rank's text is given to run on shapes: a world, its stores and a batch that note what is asked of them.
+"""The world that a rank's text is given to run on shapes, and its stores, which note what is asked of them.
 
 Shapes remember the microbatch that they belong to, so a value that reaches another microbatch's work is refused where
 that happens.
@@ -7,7 +7,6 @@ that happens.
 from __future__ import annotations
 
 import contextlib
-import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -15,7 +14,9 @@ from typing import Any
 import torch
 
 from autopart.codegen.exchange import Exchange
-from autopart.codegen.shapes import Samples, Shape, Spec, joined, shown
+from autopart.codegen.parsed import executing
+from autopart.codegen.recording_batch import RecordingBatch
+from autopart.codegen.shapes import Shape, Spec, joined, shown
 from autopart.ir.action import Action, Kind
 from autopart.ir.mesh import pieces
 from autopart.ir.state import State, Unit, Units, names_of
@@ -57,51 +58,6 @@ class Call:
     given: tuple[Spec, ...]
     line: int
     exchanges: tuple[Exchange, ...] = ()
-
-
-class RecordingBatch:
-    """A batch of shapes: `sizes` of this data rank's microbatches, `size` of the whole batch.
-
-    `draws` has what each random operation is computed from. Where `local`, the inputs hold the samples of this data
-    rank alone.
-    """
-
-    def __init__(
-        self,
-        inputs: Mapping[str, Callable[[int], Spec]],
-        sizes: Sequence[int],
-        size: int,
-        draws: Mapping[str, Spec] | None = None,
-        *,
-        local: bool = False,
-    ) -> None:
-        self.inputs, self.size, self.samples, self.local = inputs, size, sum(sizes), local
-        self.draws = draws or {}
-        self.sizes = tuple(Samples(number, k) for k, number in enumerate(sizes))
-
-    def input(self, name: str, k: int) -> Spec:
-        """The piece of an input for microbatch k."""
-        found = self.inputs[name](int(self.sizes[k]))
-        return replace(found, microbatch=self.sizes[k].microbatch, source=("input", name))
-
-    def cut(self, tangent: Spec, k: int, *, dim: int) -> Spec:
-        """The piece of the gradient of an output for microbatch k."""
-        rows, rest = divmod(tangent.shape[dim], self.size)
-        if rest or not tangent.whole:
-            raise TypeError(f"{shown([tangent])} is cut along dim {dim}, which has not the samples of the whole batch")
-        shape = (*tangent.shape[:dim], rows * int(self.sizes[k]), *tangent.shape[dim + 1 :])
-        return Spec(shape, tangent.dtype, self.sizes[k].microbatch, source=tangent.source)
-
-    def random(self, name: str, k: int) -> Spec:
-        """What a draw of microbatch k is computed from."""
-        if name not in self.draws:
-            raise TypeError(f"no random operation is called {name!r}")
-        return replace(self.draws[name], microbatch=self.sizes[k].microbatch, source=("random", name))
-
-    def whole(self, name: str) -> Spec:
-        """The whole input; where it is local, its shape for this data rank's samples."""
-        found = self.inputs[name](self.samples if self.local else self.size)
-        return replace(found, own=self.local, source=("input", name))
 
 
 class RecordingStore(dict[int, Any]):
@@ -330,10 +286,7 @@ class RecordingWorld:
 
     def line(self) -> int:
         """The line of the text that is being executed, the innermost."""
-        frame = inspect.currentframe()
-        while frame is not None and frame.f_code.co_filename != self.file:
-            frame = frame.f_back
-        return frame.f_lineno if frame is not None else 0
+        return executing(self.file)
 
     def owner(self, values: Iterable[Any]) -> int | None:
         """The one microbatch that values belong to, None if to none; TypeError if it is not that of the action."""

@@ -12,8 +12,9 @@ from dataclasses import replace
 
 from autopart.codegen.graphs import stage_graphs
 from autopart.codegen.recording import Recording, record
-from autopart.codegen.recording_loop import RecordingBatches, RecordingLoop
-from autopart.codegen.recording_world import RecordingBatch, RecordingWorld
+from autopart.codegen.recording_batch import RecordingBatch, RecordingBatches
+from autopart.codegen.recording_loop import RecordingLoop
+from autopart.codegen.recording_world import RecordingWorld
 from autopart.codegen.shapes import Bodies, Spec
 from autopart.codegen.source import sources
 from autopart.errors import VerificationError
