@@ -75,18 +75,21 @@ def _buckets(rows: Sequence[Sequence[Unit]], degree: int, limit: int) -> list[tu
     """
     uses = Counter(unit.name for units in rows for unit in units)
     found: list[tuple[Bucket, int, int]] = []
+    size = 0  # of the last one
     for row, units in enumerate(rows):
         for unit in units:
             bucket, first = found[-1][:2] if found else ((), row)
+            own = unit.wire_bytes(degree)
             if (
                 bucket
                 and uses[unit.name] == uses[bucket[0].name] == 1
                 and (unit.dtype, unit.modes) == (bucket[0].dtype, bucket[0].modes)
-                and sum(each.wire_bytes(degree) for each in (*bucket, unit)) <= limit
+                and size + own <= limit
             ):
-                found[-1] = (*bucket, unit), first, row
+                found[-1], size = ((*bucket, unit), first, row), size + own
             else:
                 found.append(((unit,), row, row))
+                size = own
     return found
 
 

@@ -122,21 +122,19 @@ class Staged:
         theirs.
         """
         homes = self.state.homes()
-        waiting = {
+        aside = {
             unit.name
             for other in unfinished
             for segment in self.stages[other]
             for unit in used_units(segment.gradients, homes)
         }
-        first: dict[str, str] = {}
-        for segment in self.stages[stage]:
-            for unit in used_units(segment.gradients, homes):
-                if degree > 1 and not unit.reduced_at_once(degree) and unit.name not in waiting:
-                    first.setdefault(unit.name, segment.name)
-        units = {unit.name: unit for unit in self.state.units}
         found: dict[str, tuple[Unit, ...]] = {}
-        for name, segment_name in first.items():
-            found[segment_name] = (*found.get(segment_name, ()), units[name])
+        for segment in self.stages[stage]:
+            units = used_units(segment.gradients, homes)
+            mine = tuple(u for u in units if degree > 1 and not u.reduced_at_once(degree) and u.name not in aside)
+            aside.update(unit.name for unit in mine)
+            if mine:
+                found[segment.name] = mine
         return found
 
     def updated(self, stage: int) -> tuple[tuple[str, Value], ...]:
