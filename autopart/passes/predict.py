@@ -227,9 +227,9 @@ def _rank_memory(staged: Staged, scheduled: Scheduled, plan: Plan, column: int, 
 
     trained = [unit for unit in units if unit.trainable]
     updated = sum(held(unit, unit.held_in_parts(degree)) for unit in trained)
-    segments = [segment for stage in stages for segment in staged.stages[stage]]
     sizes = pieces(samples, plan.microbatches) * _batches(scheduled, plan)
-    again = [sum(value.nbytes(max(sizes)) for value in recomputed(body)) for body in staged.segmented.bodies]
+    numbers = {segment.body for stage in stages for segment in staged.stages[stage]}
+    again = [recomputed(staged.segmented.bodies[number]) for number in numbers]
     return StageMemory(
         parameters=sum(held(unit, unit.gathered(degree)) for unit in units) + updated * _older(scheduled, plan, column),
         optimizer=ceil(OPTIMIZER_RATIO * updated),
@@ -237,7 +237,7 @@ def _rank_memory(staged: Staged, scheduled: Scheduled, plan: Plan, column: int, 
         activations=peak_activations(staged, scheduled, column, sizes, whole=degree * plan.microbatches == 1),
         transient=_transient(staged, scheduled, column, degree)
         + _padding(_completed(staged, scheduled, stages, degree), degree)
-        + max((again[segment.body] for segment in segments), default=0),
+        + max((sum(value.nbytes(max(sizes)) for value in values) for values in again), default=0),
     )
 
 

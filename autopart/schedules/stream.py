@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from inspect import signature
 
 from autopart.ir.action import SETTINGS, Action, Kind, Schedule, Weights
@@ -97,13 +98,17 @@ def stream_of(plan: Plan) -> Stream | Filled:
     Raises ValueError for a schedule that flushes, one that cannot be for the plan's numbers, and one that changes
     weights in another order than that of a stream.
     """
-    ranks, batch = plan.mesh.degree("pp"), plan.microbatches
-    if is_table(plan.schedule):
-        schedule = read(plan.schedule, name="filled")
+    return _stream(plan.schedule, plan.mesh.degree("pp"), plan.microbatches)
+
+
+@lru_cache(maxsize=16)  # it is asked for on every rank, and takes long to find in a table
+def _stream(text: str, ranks: int, batch: int) -> Stream | Filled:
+    if is_table(text):
+        schedule = read(text, name="filled")
         found: Stream | Filled | None = Filled.read(schedule, batch)
     else:
         # A name makes a table for any number of batches: one that has a beginning, a middle and an end.
-        schedule = make(plan.schedule, ranks=ranks, microbatches=batch * (2 * ranks + 2))
+        schedule = make(text, ranks=ranks, microbatches=batch * (2 * ranks + 2))
         found = _read(schedule) if schedule.weights is not Weights.SYNC else None
     if found is None or found.batch != batch:
         raise ValueError(
