@@ -124,14 +124,15 @@ class TensorPlan:
             return None
         digests = [digest(body) for body in segmented.bodies]
         made: dict[tuple[int, int], PlacedBody] = {}
+        bodies: list[PlacedBody] = []
         for segment, number in zip(segmented.segments, self.segments, strict=True):
             choice, key = self.choices[number], (segment.body, number)
             if choice.digest != digests[segment.body]:
                 return None
             if key not in made:
                 made[key] = choice.on(segmented.bodies[segment.body], self.axis, self.degree)
-        keys = [(segment.body, number) for segment, number in zip(segmented.segments, self.segments, strict=True)]
-        return PlacedStep(self.axis, self.degree, tuple(made[key] for key in keys), self.between, self.parameters)
+            bodies.append(made[key])
+        return PlacedStep(self.axis, self.degree, tuple(bodies), self.between, self.parameters)
 
 
 def digest(body: Body) -> str:

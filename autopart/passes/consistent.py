@@ -108,7 +108,7 @@ def _gradients(placed: PlacedBody, segment: Segment) -> Iterator[str]:
 
 def step_faults(placed: PlacedStep, segmented: Segmented) -> tuple[str, ...]:
     """What is wrong between segments, whose bodies are right by themselves."""
-    captured, how = segmented.captured, dict(placed.between)
+    captured, how, lie = segmented.captured, dict(placed.between), dict(placed.parameters)
     outside = [item.value.name for item in captured.of_kind("input", "tangent")]
     outside += [out.name for out in captured.outputs if out.kind in ("loss", "output", "input_grad")]
     found = [
@@ -119,7 +119,7 @@ def step_faults(placed: PlacedStep, segmented: Segmented) -> tuple[str, ...]:
     for segment, body in zip(segmented.segments, placed.bodies, strict=True):
         found += [
             f"{name} is {wanted}, and {here} in {segment.name}"
-            for name, wanted, here in _boundary(segment, body, how, dict(placed.parameters))
+            for name, wanted, here in _boundary(segment, body, how, lie)
             if here != wanted
         ]
     return tuple(found)

@@ -8,7 +8,7 @@ What the places would exchange besides is made by each for itself, or the layer 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -52,7 +52,6 @@ class Maker:
         every, peers = self._every()
         rest = tuple(every if node is self.gather else node for node in self.nodes)
         told = {"sum": self.own}
-        wanted: list[str] = []
         first = ancestors(self.nodes, [self.own])[0]
         results = self.backward.outputs
         if self.layer.backward_outputs and self.barriers == 1:
@@ -89,11 +88,11 @@ class Maker:
             scores = self.values[node.args[1].name]
             view, name = self._as(node, self.logits, scores.shape)
             return (*view, replace(node, args=(node.args[0], Ref(name), *node.args[2:])))
+        if not is_collective(node.op):
+            return (node,)
         makers = {name: each for each in nodes for name in each.names()}
-        source = makers.get(node.refs()[0]) if is_collective(node.op) else None
-        summed = makers.get(source.refs()[0]) if source is not None and source.aten == "sum" else None
-        while summed is not None and viewed(summed) is not None:
-            summed = makers.get(summed.refs()[0])
+        source = makers.get(node.refs()[0])
+        summed = _origin(source.refs()[0], makers) if source is not None and source.aten == "sum" else None
         if summed is None or summed.aten != "nll_loss_backward":
             return (node,)
         whole = next(each for each in self.whole.nodes if each.names() == summed.names())
@@ -160,9 +159,7 @@ class Maker:
         The gradient has one number a position, at its target, so the product with the weight is that row times it.
         """
         makers = {name: node for node in self.nodes for name in node.names()}
-        loss = makers.get(given)
-        while loss is not None and viewed(loss) is not None:
-            loss = makers.get(loss.refs()[0])
+        loss = _origin(given, makers)
         at = next((i for i, node in enumerate(path) if node.aten == "mm"), None)
         if loss is None or loss.aten != "nll_loss_backward" or at is None:
             return ()
@@ -230,6 +227,14 @@ class Maker:
         ]
         joined = replace(self.gather, op=aten.cat.default, args=(tuple(map(Ref, each)), self.gather.args[2]))
         return joined, [name for name in each if name != self.own]
+
+
+def _origin(name: str, makers: Mapping[str, Node]) -> Node | None:
+    """The node that makes what a value is a view of, or the value; None if it is given."""
+    node = makers.get(name)
+    while node is not None and viewed(node) is not None:
+        node = makers.get(node.refs()[0])
+    return node
 
 
 def _exchange(nodes: Sequence[Node], layer: Segment) -> tuple[Node, str, str]:

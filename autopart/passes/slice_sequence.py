@@ -77,13 +77,13 @@ def _check_last(known: Dependence, lengths: Sequence[int]) -> None:
 
 def _numbered(built: Segmented, width: int) -> Segmented:
     """The segments of the slices, so many each, and bodies that later slices alone use, under names that say so."""
-    bodies, first = list(built.bodies), range(width)
+    bodies, first = list(built.bodies), {segment.body for segment in built.segments[:width]}
     names = {body.name for body in bodies}
     segments = []
     for i, segment in enumerate(built.segments):
         number, layer = divmod(i, width)
         mine, plain = segment.body, built.segments[layer].body
-        if number and bodies[mine] is built.bodies[mine] and mine not in {built.segments[at].body for at in first}:
+        if bodies[mine] is built.bodies[mine] and mine not in first:
             wish = fresh(f"{built.bodies[plain].name}_slice{number}", names)
             bodies[mine] = replace(bodies[mine], name=wish)
             names.add(wish)
