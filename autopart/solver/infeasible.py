@@ -7,13 +7,12 @@ from dataclasses import replace
 
 from autopart.cluster import parse_bytes
 from autopart.errors import PlanInfeasible
-from autopart.ir.mesh import Mesh
 from autopart.ir.placement import PRESETS, Placement
 from autopart.ir.plan_text import format_bytes, schedule, span, spans
 from autopart.solver.chunks import least_limit
 from autopart.solver.joint import best, leanest
 from autopart.solver.request import LEAN, Request
-from autopart.solver.search import Solved, best_split, candidates, first_fit, pose
+from autopart.solver.search import Solved, best_split, candidates, first_fit, meshes, pose
 from autopart.solver.space import Space
 from autopart.solver.split import bottleneck
 
@@ -169,11 +168,8 @@ def _stages(request: Request) -> Changes:
 
 def _mesh(request: Request) -> Changes:
     if request.mesh is not None and request.stages is None and request.ranks is None and not request.tensors:
-        for pp in range(1, min(request.devices, len(request.costs)) + 1):
-            dp, rest = divmod(request.devices, pp)
-            if rest == 0 and request.batch >= dp * (request.microbatches or 1):
-                mesh = Mesh.of({"pp": pp, "dp": dp})
-                yield f"mesh={dict(mesh.axes)}", f"mesh={dict(request.mesh.axes)}", replace(request, mesh=mesh)
+        for mesh in meshes(replace(request, mesh=None)):
+            yield f"mesh={dict(mesh.axes)}", f"mesh={dict(request.mesh.axes)}", replace(request, mesh=mesh)
 
 
 def _devices(request: Request) -> Changes:

@@ -102,7 +102,7 @@ class Request:
 
     def tensor_on(self, mesh: Mesh) -> TensorPlan | None:
         """What is decided inside segments on a mesh, None where it has no axis for that."""
-        return next((each for each in self.tensors if 1 < each.degree == mesh.degree(each.axis)), None)
+        return next((each for each in self.tensors if each.degree == mesh.degree(each.axis)), None)
 
     def again(self, places: Collection[int]) -> Request:
         """The request with some more segments recomputed."""
@@ -110,6 +110,16 @@ class Request:
         costs = tuple((again or plain) if i in places else plain for i, (plain, again) in pairs)
         names = tuple(name for i, name in enumerate(self.names) if i in places or name in self.recompute)
         return replace(self, costs=costs, recompute=names)
+
+    def allows(self, stages: int) -> bool:
+        """Whether the pinned stages allow so many; names on a pinned mesh allow more stages than they begin."""
+        if self.mesh is not None and self.starts and self.stages is not None:
+            return self.stages <= stages
+        return self.stages in (None, stages)
+
+    def samples(self, mesh: Mesh, microbatches: int) -> int:
+        """The samples of the largest of so many microbatches of each data rank."""
+        return -(-self.batch // (mesh.degree("dp") * microbatches))
 
     @property
     def searched(self) -> bool:
