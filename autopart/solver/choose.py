@@ -128,27 +128,18 @@ def choose(
     began = time.monotonic()
     space = Space(request)
     if space.single:
-        plan = _jointly(
-            space, objective, began + (inf if time_limit is None else time_limit), progress, mesh, recompute
-        )
+        plan = _jointly(space, objective, began + (inf if time_limit is None else time_limit), progress)
     else:
         if objective != "time":
             raise ValueError(
                 f"objective: {objective!r} is searched for where each pipeline rank holds one stage of one copy of the "
                 f"model; pin such a schedule, as 1f1b, not {written(request.schedules[0])}"
             )
-        plan = _by_rule(request, mesh is not None, recompute)
+        plan = _by_rule(request)
     return replace(plan, fingerprint=fingerprint, took=time.monotonic() - began)
 
 
-def _jointly(
-    space: Space,
-    objective: str,
-    deadline: float,
-    progress: Progress,
-    mesh: object,
-    recompute: bool | Sequence[str] | None,
-) -> Plan:
+def _jointly(space: Space, objective: str, deadline: float, progress: Progress) -> Plan:
     """The best plan of a space."""
     request, what, limit = space.request, OBJECTIVES[objective], None
     if objective == "throughput_per_cost" and request.mesh is None:
@@ -159,12 +150,11 @@ def _jointly(
     if found is None:
         raise infeasible(request)
     afresh, solved = space.solved(found.setting, found.cut)
-    certified = _certified(solved)
-    plan = _plan(afresh, Chosen(solved, "", ""), quality(space, found, certified=certified, what=what))
+    text = quality(space, found, certified=_certified(solved), what=what)
+    plan = _plan(afresh, solved, text, notes(afresh, Chosen(solved), what))
     _check(plan, space, found)
-    chosen = notes(afresh, Chosen(solved, "", ""), mesh is not None, recompute, what)
     others = alternatives(space, found) if time.monotonic() < deadline else ()
-    return replace(plan, notes=chosen, alternatives=others, facts=facts(space, found.setting))
+    return replace(plan, alternatives=others, facts=facts(space, found.setting))
 
 
 def _cheapest(space: Space, deadline: float, progress: Progress) -> Space:
@@ -186,7 +176,7 @@ def _check(plan: Plan, space: Space, found: Best) -> None:
     step, counted = found.cut.step / FEMTOSECONDS, plan.prediction.step_seconds
     if abs(step - counted) > 1e-9 * step + 1e-12:
         raise AssertionError(f"internal error: a step of {step} s was searched for, but {counted} s are predicted")
-    peak, held = space.peak(found.setting, found.cut), max(need.total for need in plan.prediction.memory)
+    peak, held = space.peak(found.setting, found.cut), plan.prediction.peak
     if held > peak:
         raise AssertionError(f"internal error: {peak} bytes were searched for, but {held} are predicted")
 
@@ -203,25 +193,22 @@ def _certified(solved: Solved) -> bool:
     return True
 
 
-def _by_rule(request: Request, pinned: bool, recompute: bool | Sequence[str] | None) -> Plan:
+def _by_rule(request: Request) -> Plan:
     """The plan by the stated rule: where ranks hold several stages, or the schedule is searched for."""
     solved = first_fit(request)
-    if solved is None and recompute is None:
+    if solved is None and request.free:
         request = request.recomputing()
         solved = first_fit(request)
     if solved is None:
         raise infeasible(request)
-    chosen = search(request, solved) if request.searched else Chosen(solved, "", "")
+    chosen = search(request, solved) if request.searched else Chosen(solved)
     solved = replace(chosen.solved, split=certify(chosen.solved.problem, chosen.solved.split))
     text = "; ".join(filter(None, (optimality(solved), chosen.verdict)))
-    return replace(
-        _plan(request, replace(chosen, solved=solved), text), notes=notes(request, chosen, pinned, recompute)
-    )
+    return _plan(request, solved, text, notes(request, chosen))
 
 
-def _plan(request: Request, chosen: Chosen, text: str) -> Plan:
+def _plan(request: Request, solved: Solved, optimality: str, notes: tuple[str, ...]) -> Plan:
     """The plan of a solution."""
-    solved = chosen.solved
     candidate = solved.candidate
     stages = [
         Stage(request.names[i:j], stage_ranks(candidate.mesh, column))
@@ -238,8 +225,8 @@ def _plan(request: Request, chosen: Chosen, text: str) -> Plan:
         recompute=request.recompute,
         batch=request.batch,
         prediction=predict(request, solved),
-        optimality=text,
-        notes=(),
+        optimality=optimality,
+        notes=notes,
         fingerprint="",
         mirrors=candidate.schedule.mirrors,
         tensor=request.tensor_on(candidate.mesh),

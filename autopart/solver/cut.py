@@ -59,6 +59,11 @@ class Cut:
     crossing: int
 
     @property
+    def recomputed(self) -> int:
+        """How many segments are recomputed for memory."""
+        return sum(sum(way.counts) for way in self.ways)
+
+    @property
     def order(self) -> tuple[int, int, int, tuple[int, ...]]:
         """What is least of the best: equal steps have a faster slowest stage, less over the cuts, earlier cuts."""
         return self.step, self.slowest, self.crossing, self.starts

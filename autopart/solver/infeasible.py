@@ -8,7 +8,7 @@ from dataclasses import replace
 from autopart.cluster import parse_bytes
 from autopart.errors import PlanInfeasible
 from autopart.ir.placement import PRESETS, Placement
-from autopart.ir.plan_text import format_bytes, schedule, span, spans
+from autopart.ir.plan_text import format_bytes, rules, schedule, span, spans
 from autopart.solver.chunks import least_limit
 from autopart.solver.joint import best, leanest
 from autopart.solver.request import LEAN, Request
@@ -39,14 +39,14 @@ def infeasible(request: Request) -> PlanInfeasible:
         ),
         (need.transient, "transient buffers"),
     ]
-    placement = "; ".join(f"{pattern}: {chosen}" for pattern, chosen in nearest.candidate.placements)
     lifted = list(remedies(request, nearest))
     ways = "; or ".join(text for text, _ in lifted) or "no single change of placement, microbatches, schedule or mesh"
     runs = ", ".join(span(request.names[cuts[k] : cuts[k + 1]]) for k in held)
     who = f"stage {stage}" if len(held) == 1 else f"the rank of stages {' and '.join(map(str, held))}"
     again = "everything" if request.recompute == afresh.recompute else spans(afresh.recompute, request.names)
     return PlanInfeasible(
-        f"no plan fits {format_bytes(request.memory)} per device. Nearest, with mesh {mesh}, placement {placement},"
+        f"no plan fits {format_bytes(request.memory)} per device. Nearest, with mesh {mesh},"
+        f" placement {rules(nearest.candidate.placements)},"
         f" {nearest.candidate.microbatches} microbatches, {schedule(nearest.candidate.text)},"
         f" {f'recomputing {again}' if afresh.recompute else 'without recomputing'}: {who} ({runs}) needs at least"
         f" {format_bytes(need.total)} = "

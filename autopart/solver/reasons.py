@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from autopart.ir.plan_text import format_bytes, format_seconds, spans
 from autopart.solver.chunks import PRECISION, fastest
 from autopart.solver.joint import Best
+from autopart.solver.kinds import FEMTOSECONDS
 from autopart.solver.request import Request
 from autopart.solver.schedule import Chosen
 from autopart.solver.search import Solved
@@ -48,7 +47,7 @@ def optimality(solved: Solved) -> str:
     rest = "mesh, placement and microbatches by rule, not searched"
     if problem.stages == 1:
         return f"one stage, so nothing to split; {rest}"
-    busiest = format_seconds(split.busiest * 1e-15)
+    busiest = format_seconds(split.busiest / FEMTOSECONDS)
     ways = f"cut {problem.segments} segments into {problem.stages} stages"
     if problem.ranks == problem.stages:
         return (
@@ -59,7 +58,7 @@ def optimality(solved: Solved) -> str:
         return (
             f"shortest flush found of the ways to {ways} on {problem.ranks} ranks: the busiest rank takes {busiest} a"
             f" microbatch, and within the memory limit none can take more than {1 / PRECISION:.1%} less than"
-            f" {format_seconds(split.least * 1e-15)} (z3); {rest}"
+            f" {format_seconds(split.least / FEMTOSECONDS)} (z3); {rest}"
         )
     return (
         f"shortest flush found of the ways to {ways} on {problem.ranks} ranks: the busiest rank takes {busiest} a"
@@ -68,14 +67,12 @@ def optimality(solved: Solved) -> str:
     )
 
 
-def notes(
-    request: Request, chosen: Chosen, pinned: bool, recompute: bool | Sequence[str] | None, objective: str | None = None
-) -> tuple[str, ...]:
+def notes(request: Request, chosen: Chosen, objective: str | None = None) -> tuple[str, ...]:
     """Where each choice comes from; `objective` says what was searched for jointly, None that a rule chose."""
     candidate = chosen.solved.candidate
     mesh, limit = candidate.mesh, format_bytes(request.memory)
     searched = "" if objective is None else f"of all that fit {limit} per device, searched jointly for the {objective}"
-    if pinned:
+    if request.mesh is not None:
         where = f"mesh {mesh}: pinned"
     elif request.stages is not None:
         where = f"mesh {mesh}: {request.stages} stages were pinned, the other devices share the batch"
@@ -94,8 +91,7 @@ def notes(
         f"microbatches {candidate.microbatches}: {'pinned' if request.microbatches else microbatches}",
         *([chosen.note] if chosen.note else []),
         *([_split_output(request.output.name, mesh.degree("pp"))] if request.output is not None else []),
-        f"recompute for memory {again}: "
-        + ("pinned" if recompute is not None else _why(bool(request.recompute), objective)),
+        f"recompute for memory {again}: " + (_why(bool(request.recompute), objective) if request.free else "pinned"),
         f"memory limit {limit} per device, optimizer state {request.optimizer_ratio:g} x the trainable parameters,"
         f" times of the {request.cluster.name} cluster at its peak rates",
     )
