@@ -14,9 +14,8 @@ from autopart.ir.mesh import Mesh
 from autopart.ir.plan import Plan, Prediction, Stage, stage_ranks
 from autopart.ir.plan_text import schedule as written
 from autopart.ir.tensor_plan import TensorPlan
-from autopart.schedules.spell import splits_output
 from autopart.solver.alternatives import alternatives, facts
-from autopart.solver.certify import INTERVALS, certify
+from autopart.solver.certify import certify, many
 from autopart.solver.infeasible import infeasible
 from autopart.solver.joint import Best, Progress, best, leanest
 from autopart.solver.kinds import FEMTOSECONDS
@@ -94,12 +93,6 @@ def choose(
         raise ValueError(f"objective: {objective!r} is not known; one of {', '.join(OBJECTIVES)}")
     if time_limit is not None and not time_limit > 0:
         raise ValueError(f"time_limit: must be more than 0 seconds, not {time_limit}")
-    output = None
-    if splits_output(schedule):  # it is on no stage: each rank has a part
-        *costs, output = costs
-        if not costs:
-            raise ValueError("schedule: the model is an output layer alone, with no layer for a stage; pin '1f1b'")
-        recomputed = None if recomputed is None else recomputed[:-1]
     request = resolve(
         costs,
         batch=batch,
@@ -115,15 +108,9 @@ def choose(
         recomputed=recomputed,
         optimizer_ratio=optimizer_ratio,
         forwards_first=forwards_first,
-        output=output,
         tensor=tensor,
         degrees=degrees,
     )
-    if output is not None and request.tensors:
-        raise ValueError(
-            f"schedule: it splits the output layer over the pipeline ranks, and the mesh {request.mesh} splits tensors "
-            "inside segments, which do not go together yet; pin another schedule, such as schedule='1f1b'"
-        )
     check_schedule(request)
     began = time.monotonic()
     space = Space(request)
@@ -184,7 +171,7 @@ def _check(plan: Plan, space: Space, found: Best) -> None:
 def _certified(solved: Solved) -> bool:
     """Whether z3 proves that the slowest stage is as fast as can be: asked of small problems, where it is."""
     problem = solved.problem
-    if problem.stages == 1 or (problem.segments - problem.stages + 1) ** 2 * problem.stages > INTERVALS:
+    if problem.stages == 1 or many(problem):
         return False
     fastest = solve_split(problem)
     if fastest is None or fastest.slowest != solved.split.slowest:

@@ -20,7 +20,8 @@ def quality(space: Space, found: Best, *, certified: bool, what: str) -> str:
         text = f"at most {found.gap:.1%} above the best possible{late}: the {what} found of {searched}"
     else:
         text = f"optimal: no plan has a better {what}, of {searched}"
-    return text + "; no split has a faster slowest stage (z3)" * certified
+    same = "with the same recomputation " * bool(found.cut.recomputed)
+    return text + f"; {same}no split has a faster slowest stage (z3)" * certified
 
 
 def _space(space: Space) -> str:
@@ -29,13 +30,15 @@ def _space(space: Space) -> str:
     meshes = {setting.mesh for setting in settings}
     counts = {setting.microbatches for setting in settings}
     ranks = len({setting.placements for setting in settings})
-    most = max(mesh.degree("pp") for mesh in meshes)
     again = any(keep is not None for keep in request.recomputed) and request.free
+    pipes = {mesh.degree("pp") for mesh in meshes} - {1}
+    anywhere = all(len(space.allowed(pp)) == len(request.costs) - 1 for pp in pipes)
+    begin = "" if anywhere else " (no stage begins with a segment without parameters, where others are enough)"
     parts = [
         f"{len(meshes)} meshes of {request.devices} devices" if len(meshes) > 1 else f"the mesh {next(iter(meshes))}",
         f"{ranks} placements" if ranks > 1 else "one placement",
         f"{len(counts)} numbers of microbatches" if len(counts) > 1 else f"{max(counts)} microbatches",
-        *([f"all splits of {len(request.costs)} segments under {request.schedules[0]}"] if most > 1 else []),
+        *([f"all splits of {len(request.costs)} segments under {request.schedules[0]}{begin}"] if pipes else []),
         *(["any recomputation of whole segments"] if again else []),
     ]
     return ", ".join(parts)
