@@ -128,12 +128,12 @@ def choose(
 
 def _jointly(space: Space, objective: str, deadline: float, progress: Progress) -> Plan:
     """The best plan of a space."""
-    request, what, limit = space.request, OBJECTIVES[objective], None
+    request, what = space.request, OBJECTIVES[objective]
     if objective == "throughput_per_cost" and request.mesh is None:
-        space = _cheapest(space, deadline, progress)
-    if objective == "memory":
-        limit = min(request.memory, leanest(space, space.settings)[1])
-    found = best(space, space.settings, limit=limit, deadline=deadline, progress=progress)
+        space, found = _cheapest(space, deadline, progress)
+    else:
+        limit = min(request.memory, leanest(space, space.settings)[1]) if objective == "memory" else None
+        found = best(space, space.settings, limit=limit, deadline=deadline, progress=progress)
     if found is None:
         raise infeasible(request)
     afresh, solved = space.solved(found.setting, found.cut)
@@ -144,18 +144,17 @@ def _jointly(space: Space, objective: str, deadline: float, progress: Progress) 
     return replace(plan, alternatives=others, facts=facts(space, found.setting))
 
 
-def _cheapest(space: Space, deadline: float, progress: Progress) -> Space:
-    """The space of as many devices, or of fewer, on which a step takes the least time of all of them together."""
+def _cheapest(space: Space, deadline: float, progress: Progress) -> tuple[Space, Best | None]:
+    """The space of as many devices, or of fewer, whose best plan takes the least time of all of them together."""
     spaces = [
         Space(replace(space.request, devices=count))
         for count in range(1, space.request.devices + 1)
         if space.request.devices % count == 0
     ]
-    found = [
-        (best(each, each.settings, deadline=deadline, progress=progress), each) for each in spaces if each.settings
-    ]
-    costs = [(each.request.devices * plan.cut.step, each.request.devices, each) for plan, each in found if plan]
-    return min(costs, key=lambda cost: cost[:2])[2] if costs else space
+    plans = ((each, best(each, each.settings, deadline=deadline, progress=progress)) for each in spaces)
+    found = [(each, plan) for each, plan in plans if plan is not None]
+    # of equals the one with fewest devices, which is the first
+    return min(found, key=lambda pair: pair[0].request.devices * pair[1].cut.step, default=(space, None))
 
 
 def _check(plan: Plan, space: Space, found: Best) -> None:
