@@ -326,6 +326,43 @@ def test_bounds_hold_where_memory_asks_for_recomputation(model: Model, devices: 
         assert search.bound(slowest, 0) <= search.bound(slowest, search.more(longest)) <= found.cut.step
 
 
+def test_the_bound_holds_where_another_split_needs_less_recomputation() -> None:
+    """Its slowest stage is slower than that of the most even split, as it recomputes more there."""
+    segments = [(106, 300, 19), (9, 300, 5), (99, 300, 20)]  # work, bytes saved, and work more where recomputed
+    plain = [
+        layer(f"s{i}", parameters=1, saved=saved, backward_flops=100 * work * B, work=100 * work, boundary_bytes=0)
+        for i, (work, saved, _) in enumerate(segments)
+    ]
+    again = [
+        replace(cost, backward_flops=cost.backward_flops + 100 * more * B, saved_bytes=0)
+        for cost, (_, _, more) in zip(plain, segments, strict=True)
+    ]
+    request = resolve(
+        plain,
+        batch=2,
+        cluster=Cluster.uniform(4, 10**9, 1e4, 1e9, 1e9, 0.0),
+        devices=2,
+        mesh={"pp": 2},
+        stages=None,
+        placement=None,
+        schedule=None,
+        microbatches=2,
+        memory=550,
+        recompute=None,
+        recomputed=again,
+        optimizer_ratio=2.0,
+        forwards_first=False,
+    )
+    space = Space(request)
+    (setting,) = space.settings
+    found = space.best(setting)
+    assert found is not None and found.cut is not None
+    search = _Search(space.stages(setting, request.memory), space.pipe(setting), float("inf"))
+    slowest = search.slowest()
+    assert slowest < found.cut.slowest
+    assert search.bound(slowest, search.more(found.cut.step / 2)) <= found.cut.step
+
+
 def test_a_time_limit_gives_the_best_so_far_and_its_gap() -> None:
     pins: dict[str, Any] = {"batch": 16, "devices": 8, "cluster": CLUSTER}
     done: list[tuple[int, int]] = []

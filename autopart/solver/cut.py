@@ -293,7 +293,7 @@ class _Search:
         if pipe.alternating:
             spare = min(most - 1, pipe.stages - 1) * table.share
             longer = self._next(slowest)
-            last = total - (pipe.stages - 1) * slowest  # of the last stage, if the others take no longer than T*
+            last = table.total - (pipe.stages - 1) * slowest  # of the last stage, if no other run is longer than T*
             within = max(total + int(slowest * (most - 1 - spare)), total + (most - 1) * max(0, last))
             beyond = inf if longer is None else max(total + int(longer * (most - 1 - spare)), most * longer)
             least = max(least, int(min(within, beyond)) + 2 * (pipe.stages - 1) * pipe.latency)
