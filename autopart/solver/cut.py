@@ -83,7 +83,7 @@ def shortest(stages: Stages, pipe: Pipe, known: float = inf) -> Found | None:
     search = _Search(stages, pipe, known)
     longest = known // pipe.microbatches if known < inf else inf
     if search.furthest(longest) is None:  # nothing fits, or the slowest stage alone takes longer than is asked for
-        return None
+        return Found(None, search.bound(search.least, 0)) if stages.tired and known < inf else None
     many = comb(len(pipe.allowed), pipe.stages - 1)
     if many <= SPLITS and many * pipe.actions <= EFFORT:
         search.enumerate(0, (0,), (), 0, 0)
@@ -97,6 +97,8 @@ def shortest(stages: Stages, pipe: Pipe, known: float = inf) -> Found | None:
             search.improve(search.even(slowest))
         least = known if search.best is None else search.best.step
         bound = max(bound, search.bound(slowest, search.more(least / pipe.microbatches)))
+    if stages.tired:  # stages may take less than is known of them
+        bound = search.bound(search.least, 0)
     return Found(search.best, bound, search.second)
 
 
@@ -107,6 +109,7 @@ class _Search:
         self.best: Cut | None = None
         self.second: Cut | None = None
         self.spent = 0
+        self.least = max(self.table.longest, -(-self.table.total // pipe.stages))  # of any split's slowest stage
 
     # ---- one split ---------------------------------------------------------------------------------------------------
 
@@ -199,7 +202,7 @@ class _Search:
         assert stops is not None
         times = [self.stages.time(k, i, j) for k, (i, j) in enumerate(zip([0, *stops], stops, strict=False))]
         high = max(time for time in times if time is not None)
-        low = max(self.table.longest, -(-self.table.total // self.pipe.stages))
+        low = self.least
         while low < high:
             middle = (low + high) // 2
             if self.furthest(middle) is None:
