@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 from collections.abc import Iterator
 from dataclasses import replace
@@ -324,6 +325,86 @@ def test_bounds_hold_where_memory_asks_for_recomputation(model: Model, devices: 
         assert slowest <= found.cut.slowest and space.peak(setting, found.cut) <= request.memory
         longest = found.cut.step / setting.microbatches
         assert search.bound(slowest, 0) <= search.bound(slowest, search.more(longest)) <= found.cut.step
+
+
+def test_the_bound_holds_where_another_split_needs_less_recomputation() -> None:
+    """Its slowest stage is slower than that of the most even split, as it recomputes more there."""
+    segments = [(106, 300, 19), (9, 300, 5), (99, 300, 20)]  # work, bytes saved, and work more where recomputed
+    plain = [
+        layer(f"s{i}", parameters=1, saved=saved, backward_flops=100 * work * B, work=100 * work, boundary_bytes=0)
+        for i, (work, saved, _) in enumerate(segments)
+    ]
+    again = [
+        replace(cost, backward_flops=cost.backward_flops + 100 * more * B, saved_bytes=0)
+        for cost, (_, _, more) in zip(plain, segments, strict=True)
+    ]
+    request = resolve(
+        plain,
+        batch=2,
+        cluster=Cluster.uniform(4, 10**9, 1e4, 1e9, 1e9, 0.0),
+        devices=2,
+        mesh={"pp": 2},
+        stages=None,
+        placement=None,
+        schedule=None,
+        microbatches=2,
+        memory=550,
+        recompute=None,
+        recomputed=again,
+        optimizer_ratio=2.0,
+        forwards_first=False,
+    )
+    space = Space(request)
+    (setting,) = space.settings
+    found = space.best(setting)
+    assert found is not None and found.cut is not None
+    search = _Search(space.stages(setting, request.memory), space.pipe(setting), float("inf"))
+    slowest = search.slowest()
+    assert slowest < found.cut.slowest
+    assert search.bound(slowest, search.more(found.cut.step / 2)) <= found.cut.step
+
+
+def test_the_bound_holds_where_ways_to_recompute_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a stage with many unlike segments not all ways are looked at; then what it takes is no bound."""
+    tired = 0
+    for seed in range(40):
+        chance = random.Random(seed)
+        plain, again = [], []
+        for i in range(8):
+            work, more = chance.randint(8, 110), chance.randint(1, 90)
+            cost = layer(
+                f"s{i}", parameters=1, saved=chance.randint(1, 40) * 10, backward_flops=100 * work * B, work=100 * work
+            )
+            plain.append(cost)
+            again.append(replace(cost, backward_flops=100 * (work + more) * B, saved_bytes=0))
+        request = resolve(
+            plain,
+            batch=32,
+            cluster=Cluster.uniform(4, 10**9, 1e4, 1e9, 1e9, 0.0),
+            devices=2,
+            mesh={"pp": 2},
+            stages=None,
+            placement=None,
+            schedule=None,
+            microbatches=32,
+            memory=chance.randint(300, 1200),
+            recompute=None,
+            recomputed=again,
+            optimizer_ratio=2.0,
+            forwards_first=False,
+        )
+        space = Space(request)
+        (setting,) = space.settings
+        exact = space.best(setting)
+        if exact is None or exact.cut is None:
+            continue
+        with monkeypatch.context() as patch:
+            patch.setattr("autopart.solver.stages.PATIENCE", 9)
+            for known in (float("inf"), exact.cut.step):
+                found = space.best(setting, known)
+                assert found is not None and found.bound <= exact.cut.step
+                tired += found.bound < exact.cut.step
+    assert tired, "some search was cut short"
 
 
 def test_a_time_limit_gives_the_best_so_far_and_its_gap() -> None:

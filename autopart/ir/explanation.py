@@ -29,7 +29,7 @@ def explain(plan: Plan) -> str:
         [
             f"mesh {plan.mesh}, schedule {schedule(plan.schedule)}, microbatches {plan.microbatches}",
             *(f"- {note}" for note in plan.notes),
-            *(f"- {line}" for line in inside(plan, [name for stage in plan.stages for name in stage.segments])),
+            *(f"- {line}" for line in inside(plan)),
             *(f"- another {each.choice}: {_against(plan, each)}" for each in plan.alternatives),
             f"- slowest is stage {slow} ({span(plan.stages[slow].segments)}):"
             f" {format_seconds(predicted.stage_seconds[slow])} a microbatch",
@@ -66,8 +66,7 @@ def segment(plan: Plan, name: str) -> str:
         if each == name or each.startswith((f"{name}.", f"{name}@")) or name.startswith(f"{each.split('@')[0]}.")
     ]
     if not found:
-        every = [each for stage in plan.stages for each in stage.segments]
-        near = get_close_matches(name, every, n=3) or every[:_SHOWN]
+        near = get_close_matches(name, plan.segments, n=3) or plan.segments[:_SHOWN]
         raise ValueError(f"explain: no segment is called {name!r}; there are {', '.join(near)}")
     lines = [line for stage, each in found[:_SHOWN] for line in _lines(plan, stage, each, name)]
     return "\n".join([*lines, *([f"and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else [])])
@@ -78,8 +77,7 @@ def _lines(plan: Plan, stage: int, name: str, asked: str) -> Iterator[str]:
     yield f"{name}: in stage {stage} ({span(row.segments)}), on rank{'s' * (len(row.ranks) > 1)} {ranks}"
     yield f"- placement {plan.placement_of(name)}"
     if plan.tensor is not None:
-        every = [each for stage in plan.stages for each in stage.segments]
-        yield from placed(plan.tensor, every.index(name), name, asked)
+        yield from placed(plan.tensor, plan.segments.index(name), name, asked)
     fact = next((fact for fact in plan.facts if name in fact.segments), None)
     again = name in plan.recompute
     if fact is None:

@@ -60,6 +60,11 @@ class Prediction:
     memory: tuple[StageMemory, ...]  # a stage
     sent: tuple[tuple[tuple[str, int], ...], ...] = ()  # a rank: (collective, bytes sent per step)
 
+    @property
+    def peak(self) -> int:
+        """The bytes of the fullest rank."""
+        return max(need.total for need in self.memory)
+
     def sent_by(self, rank: int) -> dict[str, int]:
         """Bytes sent per step by a rank, by collective."""
         return dict(self.sent[rank])
@@ -122,11 +127,13 @@ class Plan:
                 f"schedule: {plan_text.schedule(self.schedule)} cuts the sequence into {self.slices} slices, which is "
                 "not done yet where a mesh axis splits tensors inside segments; pin schedule='1f1b', say, or pp and dp"
             )
-        names = [name for stage in self.stages for name in stage.segments]
+        names = self.segments
         if len(set(names)) != len(names) or not all(stage.segments for stage in self.stages):
             raise ValueError("plan: every stage needs a segment, and every segment exactly one stage")
         if unknown := [name for name in self.recompute if name not in names]:
-            raise ValueError(f"plan: recompute names {', '.join(map(repr, unknown))}, but the segments are {names}")
+            raise ValueError(
+                f"plan: recompute names {', '.join(map(repr, unknown))}, but the segments are {list(names)}"
+            )
         if not self.placements or self.placements[-1][0] != "*":
             raise ValueError("plan: the last placement pattern must be '*'")
         spare = {name: size for name, size in self.mesh.axes if name not in ("pp", "dp") and size > 1}
@@ -144,6 +151,11 @@ class Plan:
             raise ValueError(f"plan: the prediction must speak of {len(self.stages)} stages")
         if self.prediction.sent and len(self.prediction.sent) != self.mesh.size:
             raise ValueError(f"plan: bytes sent must be given for all {self.mesh.size} ranks or for none")
+
+    @property
+    def segments(self) -> tuple[str, ...]:
+        """The segments of all stages, in order."""
+        return tuple(name for stage in self.stages for name in stage.segments)
 
     @property
     def place(self) -> tuple[int, ...]:

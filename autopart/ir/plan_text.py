@@ -10,6 +10,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from autopart.ir.placement import Placement
     from autopart.ir.plan import Plan
 
 STATES = ("parameters", "optimizer", "gradients", "activations", "transient")
@@ -55,9 +56,14 @@ def schedule(text: str) -> str:
     return f"by a table of {len(rows)} row{'s' * (len(rows) > 1)}" if re.match(r"\(*\d+[A-Z]", text) else text
 
 
+def rules(placements: Sequence[tuple[str, Placement]]) -> str:
+    """Placements by pattern, in a line."""
+    return "; ".join(f"{pattern}: {placement}" for pattern, placement in placements)
+
+
 def summary(plan: Plan) -> str:
     """Choices, a table with a row a stage, and predictions."""
-    predicted, every = plan.prediction, [name for stage in plan.stages for name in stage.segments]
+    predicted = plan.prediction
     rows = [["stage", "segments", "ranks", "time", *STATES, "peak"]]
     for number, stage in enumerate(plan.stages):
         memory, first = predicted.memory[number], plan.place.index(plan.place[number])
@@ -72,9 +78,9 @@ def summary(plan: Plan) -> str:
         f"mesh {plan.mesh}, schedule {schedule(plan.schedule)}, "
         f"{plan.microbatches} microbatch{'es' * (plan.microbatches > 1)}"
         f" of a batch of {plan.batch}",
-        "placement " + "; ".join(f"{pattern}: {placement}" for pattern, placement in plan.placements),
-        *([f"recompute {spans(plan.recompute, every)}"] if plan.recompute else []),
-        *inside(plan, every),
+        f"placement {rules(plan.placements)}",
+        *([f"recompute {spans(plan.recompute, plan.segments)}"] if plan.recompute else []),
+        *inside(plan),
         *(f"another copy of the model has its stages on the pipeline ranks {copy}" for copy in plan.mirrors),
         f"predicted step {format_seconds(predicted.step_seconds)}, bubble {predicted.bubble:.1%}",
     ]
@@ -99,7 +105,7 @@ def _flat(plan: Plan) -> dict[str, str]:
     for each in structured:
         del facts[each]
     facts["schedule"] = plan.schedule.replace("\n", " | ")
-    facts["placement"] = "; ".join(f"{pattern}: {placement}" for pattern, placement in plan.placements)
+    facts["placement"] = rules(plan.placements)
     facts["recompute"] = ", ".join(plan.recompute) or "nothing"
     if plan.tensor is not None:
         facts |= {
@@ -125,7 +131,7 @@ def _flat(plan: Plan) -> dict[str, str]:
     return facts | {f"note {number}": note for number, note in enumerate(plan.notes)}
 
 
-def inside(plan: Plan, names: Sequence[str]) -> list[str]:
+def inside(plan: Plan) -> list[str]:
     """How parameters lie on the axis inside segments, those of layers that differ in a number together; what passes."""
     tensor = plan.tensor
     if tensor is None:
@@ -134,7 +140,7 @@ def inside(plan: Plan, names: Sequence[str]) -> list[str]:
     for target, placement in tensor.parameters:
         how.setdefault(str(placement), {})[re.sub(r"\b\d+\b", "*", target)] = None
     passing: dict[str, list[str]] = {}
-    for name, number in zip(names, tensor.segments, strict=False):
+    for name, number in zip(plan.segments, tensor.segments, strict=False):
         forward = tensor.choices[number].forward
         taken, given = (", ".join(dict.fromkeys(map(str, part))) for part in (forward.inputs[:1], forward.outputs))
         split = any(strategy.cut is not None for strategy in forward.strategies)
@@ -144,7 +150,7 @@ def inside(plan: Plan, names: Sequence[str]) -> list[str]:
         passing.setdefault(what, []).append(name)
     return [
         *(f"{tensor.axis} {placement}: {', '.join(found)}" for placement, found in sorted(how.items())),
-        *(f"{tensor.axis} through {spans(found, names)}: {what}" for what, found in passing.items()),
+        *(f"{tensor.axis} through {spans(found, plan.segments)}: {what}" for what, found in passing.items()),
     ]
 
 

@@ -59,12 +59,10 @@ class Filled:
     @property
     def one(self) -> Schedule:
         """One batch in which the frozen layers are computed when they are needed: what an ordinary call performs."""
-        rows = [tuple(_with_frozen(row) if rank == 0 else map(_later, row)) for rank, row in enumerate(self._table)]
-        return Schedule(str(self.trained.name), self.batch, (0, *self.trained.place), tuple(rows))
-
-    @property
-    def _table(self) -> tuple[tuple[Action, ...], ...]:
-        return self.trained.table
+        rows = [
+            tuple(_with_frozen(row) if rank == 0 else map(_later, row)) for rank, row in enumerate(self.trained.table)
+        ]
+        return Schedule(self.trained.name, self.batch, (0, *self.trained.place), tuple(rows))
 
     def batch_rows(self, edges: Edges) -> tuple[tuple[Action, ...], ...]:
         """What each rank does to train on a batch, with its transfers; the frozen forwards are left out."""

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from autopart.ir.choice import Alternative, SegmentFact
-from autopart.ir.plan_text import spans
+from autopart.ir.plan_text import rules, spans
 from autopart.solver.cut import Cut
 from autopart.solver.joint import Best, best, leanest
 from autopart.solver.kinds import FEMTOSECONDS
@@ -29,8 +29,8 @@ def _mesh(space: Space, chosen: Best) -> Iterator[Alternative]:
 
 
 def _placement(space: Space, chosen: Best) -> Iterator[Alternative]:
-    mesh, rules = chosen.setting.mesh, chosen.setting.placements
-    others = [each for each in space.settings if each.mesh == mesh and each.placements != rules]
+    mesh, placements = chosen.setting.mesh, chosen.setting.placements
+    others = [each for each in space.settings if each.mesh == mesh and each.placements != placements]
     yield from _best(space, "placement", others)
 
 
@@ -64,7 +64,7 @@ def _recompute(space: Space, chosen: Best) -> Iterator[Alternative]:
     request, setting = space.request, chosen.setting
     if not request.free:
         return
-    if any(sum(way.counts) for way in chosen.cut.ways):
+    if chosen.cut.recomputed:
         found = space.best(setting, recomputing=False)
         if found is not None and found.cut is not None:
             yield _told(space, "recompute", "nothing", setting, found.cut)
@@ -93,8 +93,8 @@ def _told(space: Space, choice: str, option: str, setting: Setting, cut: Cut) ->
 
 
 def _option(choice: str, setting: Setting) -> str:
-    rules = setting.placements
-    placement = str(rules[0][1]) if len(rules) == 1 else "; ".join(f"{name}: {how}" for name, how in rules)
+    placements = setting.placements
+    placement = str(placements[0][1]) if len(placements) == 1 else rules(placements)
     microbatches = f"{setting.microbatches} microbatch{'es' * (setting.microbatches > 1)}"
     match choice:
         case "mesh":

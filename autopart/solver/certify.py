@@ -38,6 +38,11 @@ INTERVALS = 3000
 """With more intervals in the table of such a split, z3 is not asked."""
 
 
+def many(problem: SplitProblem) -> bool:
+    """Whether a problem has more than `INTERVALS`."""
+    return (problem.segments - problem.stages + 1) ** 2 * problem.stages > INTERVALS
+
+
 def certify(problem: SplitProblem, split: Split) -> Split:
     """The split as z3's model has it, counted afresh, once z3 has proven that no busiest rank beats its `least`.
 
@@ -48,7 +53,7 @@ def certify(problem: SplitProblem, split: Split) -> Split:
     import z3
 
     several = problem.ranks < problem.stages
-    if several and (problem.segments - problem.stages + 1) ** 2 * problem.stages > INTERVALS:
+    if several and many(problem):
         if evaluate(problem, split.starts) != split:
             raise AssertionError(f"internal error: the split counts as {evaluate(problem, split.starts)}, not {split}")
         return replace(split, exact=False)

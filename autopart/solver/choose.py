@@ -14,9 +14,8 @@ from autopart.ir.mesh import Mesh
 from autopart.ir.plan import Plan, Prediction, Stage, stage_ranks
 from autopart.ir.plan_text import schedule as written
 from autopart.ir.tensor_plan import TensorPlan
-from autopart.schedules.spell import splits_output
 from autopart.solver.alternatives import alternatives, facts
-from autopart.solver.certify import INTERVALS, certify
+from autopart.solver.certify import certify, many
 from autopart.solver.infeasible import infeasible
 from autopart.solver.joint import Best, Progress, best, leanest
 from autopart.solver.kinds import FEMTOSECONDS
@@ -94,12 +93,6 @@ def choose(
         raise ValueError(f"objective: {objective!r} is not known; one of {', '.join(OBJECTIVES)}")
     if time_limit is not None and not time_limit > 0:
         raise ValueError(f"time_limit: must be more than 0 seconds, not {time_limit}")
-    output = None
-    if splits_output(schedule):  # it is on no stage: each rank has a part
-        *costs, output = costs
-        if not costs:
-            raise ValueError("schedule: the model is an output layer alone, with no layer for a stage; pin '1f1b'")
-        recomputed = None if recomputed is None else recomputed[:-1]
     request = resolve(
         costs,
         batch=batch,
@@ -115,70 +108,53 @@ def choose(
         recomputed=recomputed,
         optimizer_ratio=optimizer_ratio,
         forwards_first=forwards_first,
-        output=output,
         tensor=tensor,
         degrees=degrees,
     )
-    if output is not None and request.tensors:
-        raise ValueError(
-            f"schedule: it splits the output layer over the pipeline ranks, and the mesh {request.mesh} splits tensors "
-            "inside segments, which do not go together yet; pin another schedule, such as schedule='1f1b'"
-        )
     check_schedule(request)
     began = time.monotonic()
     space = Space(request)
     if space.single:
-        plan = _jointly(
-            space, objective, began + (inf if time_limit is None else time_limit), progress, mesh, recompute
-        )
+        plan = _jointly(space, objective, began + (inf if time_limit is None else time_limit), progress)
     else:
         if objective != "time":
             raise ValueError(
                 f"objective: {objective!r} is searched for where each pipeline rank holds one stage of one copy of the "
                 f"model; pin such a schedule, as 1f1b, not {written(request.schedules[0])}"
             )
-        plan = _by_rule(request, mesh is not None, recompute)
+        plan = _by_rule(request)
     return replace(plan, fingerprint=fingerprint, took=time.monotonic() - began)
 
 
-def _jointly(
-    space: Space,
-    objective: str,
-    deadline: float,
-    progress: Progress,
-    mesh: object,
-    recompute: bool | Sequence[str] | None,
-) -> Plan:
+def _jointly(space: Space, objective: str, deadline: float, progress: Progress) -> Plan:
     """The best plan of a space."""
-    request, what, limit = space.request, OBJECTIVES[objective], None
+    request, what = space.request, OBJECTIVES[objective]
     if objective == "throughput_per_cost" and request.mesh is None:
-        space = _cheapest(space, deadline, progress)
-    if objective == "memory":
-        limit = min(request.memory, leanest(space, space.settings)[1])
-    found = best(space, space.settings, limit=limit, deadline=deadline, progress=progress)
+        space, found = _cheapest(space, deadline, progress)
+    else:
+        limit = min(request.memory, leanest(space, space.settings)[1]) if objective == "memory" else None
+        found = best(space, space.settings, limit=limit, deadline=deadline, progress=progress)
     if found is None:
         raise infeasible(request)
     afresh, solved = space.solved(found.setting, found.cut)
-    certified = _certified(solved)
-    plan = _plan(afresh, Chosen(solved, "", ""), quality(space, found, certified=certified, what=what))
+    text = quality(space, found, certified=_certified(solved), what=what)
+    plan = _plan(afresh, solved, text, notes(afresh, Chosen(solved), what))
     _check(plan, space, found)
-    chosen = notes(afresh, Chosen(solved, "", ""), mesh is not None, recompute, what)
     others = alternatives(space, found) if time.monotonic() < deadline else ()
-    return replace(plan, notes=chosen, alternatives=others, facts=facts(space, found.setting))
+    return replace(plan, alternatives=others, facts=facts(space, found.setting))
 
 
-def _cheapest(space: Space, deadline: float, progress: Progress) -> Space:
-    """The space of as many devices, or of fewer, on which a step takes the least time of all of them together."""
+def _cheapest(space: Space, deadline: float, progress: Progress) -> tuple[Space, Best | None]:
+    """The space of as many devices, or of fewer, whose best plan takes the least time of all of them together."""
     spaces = [
         Space(replace(space.request, devices=count))
         for count in range(1, space.request.devices + 1)
         if space.request.devices % count == 0
     ]
-    found = [
-        (best(each, each.settings, deadline=deadline, progress=progress), each) for each in spaces if each.settings
-    ]
-    costs = [(each.request.devices * plan.cut.step, each.request.devices, each) for plan, each in found if plan]
-    return min(costs, key=lambda cost: cost[:2])[2] if costs else space
+    plans = ((each, best(each, each.settings, deadline=deadline, progress=progress)) for each in spaces)
+    found = [(each, plan) for each, plan in plans if plan is not None]
+    # of equals the one with fewest devices, which is the first
+    return min(found, key=lambda pair: pair[0].request.devices * pair[1].cut.step, default=(space, None))
 
 
 def _check(plan: Plan, space: Space, found: Best) -> None:
@@ -186,7 +162,7 @@ def _check(plan: Plan, space: Space, found: Best) -> None:
     step, counted = found.cut.step / FEMTOSECONDS, plan.prediction.step_seconds
     if abs(step - counted) > 1e-9 * step + 1e-12:
         raise AssertionError(f"internal error: a step of {step} s was searched for, but {counted} s are predicted")
-    peak, held = space.peak(found.setting, found.cut), max(need.total for need in plan.prediction.memory)
+    peak, held = space.peak(found.setting, found.cut), plan.prediction.peak
     if held > peak:
         raise AssertionError(f"internal error: {peak} bytes were searched for, but {held} are predicted")
 
@@ -194,7 +170,7 @@ def _check(plan: Plan, space: Space, found: Best) -> None:
 def _certified(solved: Solved) -> bool:
     """Whether z3 proves that the slowest stage is as fast as can be: asked of small problems, where it is."""
     problem = solved.problem
-    if problem.stages == 1 or (problem.segments - problem.stages + 1) ** 2 * problem.stages > INTERVALS:
+    if problem.stages == 1 or many(problem):
         return False
     fastest = solve_split(problem)
     if fastest is None or fastest.slowest != solved.split.slowest:
@@ -203,25 +179,22 @@ def _certified(solved: Solved) -> bool:
     return True
 
 
-def _by_rule(request: Request, pinned: bool, recompute: bool | Sequence[str] | None) -> Plan:
+def _by_rule(request: Request) -> Plan:
     """The plan by the stated rule: where ranks hold several stages, or the schedule is searched for."""
     solved = first_fit(request)
-    if solved is None and recompute is None:
+    if solved is None and request.free:
         request = request.recomputing()
         solved = first_fit(request)
     if solved is None:
         raise infeasible(request)
-    chosen = search(request, solved) if request.searched else Chosen(solved, "", "")
+    chosen = search(request, solved) if request.searched else Chosen(solved)
     solved = replace(chosen.solved, split=certify(chosen.solved.problem, chosen.solved.split))
     text = "; ".join(filter(None, (optimality(solved), chosen.verdict)))
-    return replace(
-        _plan(request, replace(chosen, solved=solved), text), notes=notes(request, chosen, pinned, recompute)
-    )
+    return _plan(request, solved, text, notes(request, chosen))
 
 
-def _plan(request: Request, chosen: Chosen, text: str) -> Plan:
+def _plan(request: Request, solved: Solved, optimality: str, notes: tuple[str, ...]) -> Plan:
     """The plan of a solution."""
-    solved = chosen.solved
     candidate = solved.candidate
     stages = [
         Stage(request.names[i:j], stage_ranks(candidate.mesh, column))
@@ -238,8 +211,8 @@ def _plan(request: Request, chosen: Chosen, text: str) -> Plan:
         recompute=request.recompute,
         batch=request.batch,
         prediction=predict(request, solved),
-        optimality=text,
-        notes=(),
+        optimality=optimality,
+        notes=notes,
         fingerprint="",
         mirrors=candidate.schedule.mirrors,
         tensor=request.tensor_on(candidate.mesh),

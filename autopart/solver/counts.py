@@ -38,7 +38,7 @@ def _pipelines(request: Request) -> list[int]:
             found[pp] = request.stages_on(pp)
         except ValueError as error:  # a family may be for even numbers only, say
             refused = error
-    allowed = [pp for pp, stages in found.items() if request.stages in (None, stages)]
+    allowed = [pp for pp, stages in found.items() if request.allows(stages)]
     if not found and refused is not None:
         raise refused
     if not found:
@@ -59,7 +59,7 @@ def _pipelines(request: Request) -> list[int]:
 def _check_stages(request: Request, stages: int) -> None:
     """Refuse a number of stages that contradicts the `stages` pin, or for which there are too few segments."""
     segments, wanted, mesh = len(request.costs), request.stages, request.mesh
-    if mesh is not None and wanted is not None and (wanted > stages if request.starts else wanted != stages):
+    if mesh is not None and wanted is not None and not request.allows(stages):
         ranks = mesh.degree("pp")
         begun = f"{[request.names[i] for i in request.starts]} make " if request.starts else ""
         chunks, over = divmod(wanted, ranks)

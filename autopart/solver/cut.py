@@ -59,6 +59,11 @@ class Cut:
     crossing: int
 
     @property
+    def recomputed(self) -> int:
+        """How many segments are recomputed for memory."""
+        return sum(sum(way.counts) for way in self.ways)
+
+    @property
     def order(self) -> tuple[int, int, int, tuple[int, ...]]:
         """What is least of the best: equal steps have a faster slowest stage, less over the cuts, earlier cuts."""
         return self.step, self.slowest, self.crossing, self.starts
@@ -78,7 +83,7 @@ def shortest(stages: Stages, pipe: Pipe, known: float = inf) -> Found | None:
     search = _Search(stages, pipe, known)
     longest = known // pipe.microbatches if known < inf else inf
     if search.furthest(longest) is None:  # nothing fits, or the slowest stage alone takes longer than is asked for
-        return None
+        return Found(None, search.bound(search.least, 0)) if stages.tired and known < inf else None
     many = comb(len(pipe.allowed), pipe.stages - 1)
     if many <= SPLITS and many * pipe.actions <= EFFORT:
         search.enumerate(0, (0,), (), 0, 0)
@@ -92,6 +97,8 @@ def shortest(stages: Stages, pipe: Pipe, known: float = inf) -> Found | None:
             search.improve(search.even(slowest))
         least = known if search.best is None else search.best.step
         bound = max(bound, search.bound(slowest, search.more(least / pipe.microbatches)))
+    if stages.tired:  # stages may take less than is known of them
+        bound = search.bound(search.least, 0)
     return Found(search.best, bound, search.second)
 
 
@@ -102,6 +109,7 @@ class _Search:
         self.best: Cut | None = None
         self.second: Cut | None = None
         self.spent = 0
+        self.least = max(self.table.longest, -(-self.table.total // pipe.stages))  # of any split's slowest stage
 
     # ---- one split ---------------------------------------------------------------------------------------------------
 
@@ -194,7 +202,7 @@ class _Search:
         assert stops is not None
         times = [self.stages.time(k, i, j) for k, (i, j) in enumerate(zip([0, *stops], stops, strict=False))]
         high = max(time for time in times if time is not None)
-        low = max(self.table.longest, -(-self.table.total // self.pipe.stages))
+        low = self.least
         while low < high:
             middle = (low + high) // 2
             if self.furthest(middle) is None:
@@ -288,7 +296,7 @@ class _Search:
         if pipe.alternating:
             spare = min(most - 1, pipe.stages - 1) * table.share
             longer = self._next(slowest)
-            last = total - (pipe.stages - 1) * slowest  # of the last stage, if the others take no longer than T*
+            last = table.total - (pipe.stages - 1) * slowest  # of the last stage, if no other run is longer than T*
             within = max(total + int(slowest * (most - 1 - spare)), total + (most - 1) * max(0, last))
             beyond = inf if longer is None else max(total + int(longer * (most - 1 - spare)), most * longer)
             least = max(least, int(min(within, beyond)) + 2 * (pipe.stages - 1) * pipe.latency)

@@ -7,13 +7,12 @@ from dataclasses import replace
 
 from autopart.cluster import parse_bytes
 from autopart.errors import PlanInfeasible
-from autopart.ir.mesh import Mesh
 from autopart.ir.placement import PRESETS, Placement
-from autopart.ir.plan_text import format_bytes, schedule, span, spans
+from autopart.ir.plan_text import format_bytes, rules, schedule, span, spans
 from autopart.solver.chunks import least_limit
 from autopart.solver.joint import best, leanest
 from autopart.solver.request import LEAN, Request
-from autopart.solver.search import Solved, best_split, candidates, first_fit, pose
+from autopart.solver.search import Solved, best_split, candidates, first_fit, meshes, pose
 from autopart.solver.space import Space
 from autopart.solver.split import bottleneck
 
@@ -40,14 +39,14 @@ def infeasible(request: Request) -> PlanInfeasible:
         ),
         (need.transient, "transient buffers"),
     ]
-    placement = "; ".join(f"{pattern}: {chosen}" for pattern, chosen in nearest.candidate.placements)
     lifted = list(remedies(request, nearest))
     ways = "; or ".join(text for text, _ in lifted) or "no single change of placement, microbatches, schedule or mesh"
     runs = ", ".join(span(request.names[cuts[k] : cuts[k + 1]]) for k in held)
     who = f"stage {stage}" if len(held) == 1 else f"the rank of stages {' and '.join(map(str, held))}"
     again = "everything" if request.recompute == afresh.recompute else spans(afresh.recompute, request.names)
     return PlanInfeasible(
-        f"no plan fits {format_bytes(request.memory)} per device. Nearest, with mesh {mesh}, placement {placement},"
+        f"no plan fits {format_bytes(request.memory)} per device. Nearest, with mesh {mesh},"
+        f" placement {rules(nearest.candidate.placements)},"
         f" {nearest.candidate.microbatches} microbatches, {schedule(nearest.candidate.text)},"
         f" {f'recomputing {again}' if afresh.recompute else 'without recomputing'}: {who} ({runs}) needs at least"
         f" {format_bytes(need.total)} = "
@@ -169,11 +168,8 @@ def _stages(request: Request) -> Changes:
 
 def _mesh(request: Request) -> Changes:
     if request.mesh is not None and request.stages is None and request.ranks is None and not request.tensors:
-        for pp in range(1, min(request.devices, len(request.costs)) + 1):
-            dp, rest = divmod(request.devices, pp)
-            if rest == 0 and request.batch >= dp * (request.microbatches or 1):
-                mesh = Mesh.of({"pp": pp, "dp": dp})
-                yield f"mesh={dict(mesh.axes)}", f"mesh={dict(request.mesh.axes)}", replace(request, mesh=mesh)
+        for mesh in meshes(replace(request, mesh=None)):
+            yield f"mesh={dict(mesh.axes)}", f"mesh={dict(request.mesh.axes)}", replace(request, mesh=mesh)
 
 
 def _devices(request: Request) -> Changes:

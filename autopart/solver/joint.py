@@ -26,8 +26,6 @@ class Best:
     setting: Setting
     cut: Cut
     bound: int
-    next: Cut | None  # the best other split of the setting that was looked at
-    looked: int  # how many settings were searched, the others being excluded by their bounds
     complete: bool  # whether there was time for all
 
     @property
@@ -50,9 +48,8 @@ def best(
     the one that recomputes fewer segments, then that of the preferred setting.
     """
     waiting = sorted(((space.bound(each), each.preference, each) for each in settings), key=lambda each: each[:2])
-    found: tuple[Setting, Cut, Cut | None] | None = None
+    found: tuple[Setting, Cut] | None = None
     open_bounds: list[int] = []
-    looked = 0
     complete = True
     for done, (bound, _, setting) in enumerate(waiting):
         progress(done, len(waiting))
@@ -63,19 +60,18 @@ def best(
             complete = False
             break
         outcome = space.best(setting, inf if found is None else found[1].step, limit=limit)
-        looked += 1
         if outcome is None:
             continue
         open_bounds.append(max(bound, outcome.bound))
-        if outcome.cut is not None and (found is None or _order(setting, outcome.cut) < _order(*found[:2])):
-            found = setting, outcome.cut, outcome.next
+        if outcome.cut is not None and (found is None or _order(setting, outcome.cut) < _order(*found)):
+            found = setting, outcome.cut
     if found is None:
         return None
-    return Best(*found[:2], min([*open_bounds, found[1].step]), found[2], looked, complete)
+    return Best(*found, min([*open_bounds, found[1].step]), complete)
 
 
 def _order(setting: Setting, cut: Cut) -> tuple[object, ...]:
-    return cut.step, sum(sum(way.counts) for way in cut.ways), setting.preference, cut.order
+    return cut.step, cut.recomputed, setting.preference, cut.order
 
 
 def leanest(space: Space, settings: Iterable[Setting], *, recomputing: bool | None = None) -> tuple[Setting, int]:

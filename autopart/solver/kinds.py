@@ -78,12 +78,12 @@ class Table:
     def of(cls, costs: Costs, batch: int, cluster: Cluster, *, halved: bool) -> Table:
         """The table of some segments for microbatches of `batch` samples; `halved`: backwards are in two."""
         firsts = costs.firsts()
-        numbers = [_handed(costs.plain[i].at(batch), halved) for i in firsts]
+        numbers = [handed(costs.plain[i].at(batch), halved) for i in firsts]
         times = [_times(n, cluster) for n in numbers]
         again = []
         for kind, i in enumerate(firsts):
             cost = costs.again[i]
-            found = None if cost is None else _handed(cost.at(batch), halved)
+            found = None if cost is None else handed(cost.at(batch), halved)
             if found is not None and found.saved_bytes < numbers[kind].saved_bytes:
                 f, b, i_, w = (a - b for a, b in zip(_times(found, cluster), times[kind], strict=True))
                 gain = numbers[kind].saved_bytes - found.saved_bytes
@@ -126,7 +126,7 @@ class Table:
         return [of_kind[kind] for kind in self.kinds]
 
 
-def _handed(numbers: SegmentNumbers, halved: bool) -> SegmentNumbers:
+def handed(numbers: SegmentNumbers, halved: bool) -> SegmentNumbers:
     """The numbers where a backward is in two: W is handed what it needs."""
     return replace(numbers, saved_bytes=max(numbers.saved_bytes, numbers.stash_bytes)) if halved else numbers
 

@@ -31,25 +31,20 @@ def front(plan: Callable[[str, int | None], Plan], n: int) -> tuple[Plan, ...]:
     first = _leaner(plan, plan("time", None))
     if n == 1:
         return (first,)
-    most, least = peak(first), peak(plan("memory", None))
+    most, least = first.prediction.peak, plan("memory", None).prediction.peak
     found = [first]
     for step in range(1, n):
         limit = most - step * (most - least) // (n - 1)
-        if limit < peak(found[-1]):
+        if limit < found[-1].prediction.peak:
             found.append(_leaner(plan, plan("time", limit)))
     return tuple(found)
-
-
-def peak(plan: Plan) -> int:
-    """The bytes of a plan's fullest rank."""
-    return max(memory.total for memory in plan.prediction.memory)
 
 
 def _leaner(plan: Callable[[str, int | None], Plan], fast: Plan) -> Plan:
     """Of the plans that are as fast, the one that needs least."""
     while True:
         try:
-            other = plan("time", peak(fast) - 1)
+            other = plan("time", fast.prediction.peak - 1)
         except (PlanInfeasible, ValueError):  # there is no plan with so little, or it is no memory at all
             return fast
         if other.prediction.step_seconds > fast.prediction.step_seconds * (1 + 1e-12):
@@ -60,7 +55,7 @@ def _leaner(plan: Callable[[str, int | None], Plan], fast: Plan) -> Plan:
 def undominated(plans: tuple[Plan, ...]) -> tuple[Plan, ...]:
     """The plans of which no other is as good in both and better in one, the fastest first, each once."""
     kept: list[Plan] = []
-    for each in sorted(plans, key=lambda each: (each.prediction.step_seconds, peak(each))):
-        if not kept or peak(each) < peak(kept[-1]):
+    for each in sorted(plans, key=lambda each: (each.prediction.step_seconds, each.prediction.peak)):
+        if not kept or each.prediction.peak < kept[-1].prediction.peak:
             kept.append(each)
     return tuple(kept)

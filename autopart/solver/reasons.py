@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from autopart.ir.plan_text import format_bytes, format_seconds, spans
 from autopart.solver.chunks import PRECISION, fastest
 from autopart.solver.joint import Best
+from autopart.solver.kinds import FEMTOSECONDS
 from autopart.solver.request import Request
 from autopart.solver.schedule import Chosen
 from autopart.solver.search import Solved
@@ -21,7 +20,8 @@ def quality(space: Space, found: Best, *, certified: bool, what: str) -> str:
         text = f"at most {found.gap:.1%} above the best possible{late}: the {what} found of {searched}"
     else:
         text = f"optimal: no plan has a better {what}, of {searched}"
-    return text + "; no split has a faster slowest stage (z3)" * certified
+    same = "with the same recomputation " * bool(found.cut.recomputed)
+    return text + f"; {same}no split has a faster slowest stage (z3)" * certified
 
 
 def _space(space: Space) -> str:
@@ -30,13 +30,15 @@ def _space(space: Space) -> str:
     meshes = {setting.mesh for setting in settings}
     counts = {setting.microbatches for setting in settings}
     ranks = len({setting.placements for setting in settings})
-    most = max(mesh.degree("pp") for mesh in meshes)
     again = any(keep is not None for keep in request.recomputed) and request.free
+    pipes = {mesh.degree("pp") for mesh in meshes} - {1}
+    anywhere = all(len(space.allowed(pp)) == len(request.costs) - 1 for pp in pipes)
+    begin = "" if anywhere else " (no stage begins with a segment without parameters, where others are enough)"
     parts = [
         f"{len(meshes)} meshes of {request.devices} devices" if len(meshes) > 1 else f"the mesh {next(iter(meshes))}",
         f"{ranks} placements" if ranks > 1 else "one placement",
         f"{len(counts)} numbers of microbatches" if len(counts) > 1 else f"{max(counts)} microbatches",
-        *([f"all splits of {len(request.costs)} segments under {request.schedules[0]}"] if most > 1 else []),
+        *([f"all splits of {len(request.costs)} segments under {request.schedules[0]}{begin}"] if pipes else []),
         *(["any recomputation of whole segments"] if again else []),
     ]
     return ", ".join(parts)
@@ -48,7 +50,7 @@ def optimality(solved: Solved) -> str:
     rest = "mesh, placement and microbatches by rule, not searched"
     if problem.stages == 1:
         return f"one stage, so nothing to split; {rest}"
-    busiest = format_seconds(split.busiest * 1e-15)
+    busiest = format_seconds(split.busiest / FEMTOSECONDS)
     ways = f"cut {problem.segments} segments into {problem.stages} stages"
     if problem.ranks == problem.stages:
         return (
@@ -59,7 +61,7 @@ def optimality(solved: Solved) -> str:
         return (
             f"shortest flush found of the ways to {ways} on {problem.ranks} ranks: the busiest rank takes {busiest} a"
             f" microbatch, and within the memory limit none can take more than {1 / PRECISION:.1%} less than"
-            f" {format_seconds(split.least * 1e-15)} (z3); {rest}"
+            f" {format_seconds(split.least / FEMTOSECONDS)} (z3); {rest}"
         )
     return (
         f"shortest flush found of the ways to {ways} on {problem.ranks} ranks: the busiest rank takes {busiest} a"
@@ -68,14 +70,12 @@ def optimality(solved: Solved) -> str:
     )
 
 
-def notes(
-    request: Request, chosen: Chosen, pinned: bool, recompute: bool | Sequence[str] | None, objective: str | None = None
-) -> tuple[str, ...]:
+def notes(request: Request, chosen: Chosen, objective: str | None = None) -> tuple[str, ...]:
     """Where each choice comes from; `objective` says what was searched for jointly, None that a rule chose."""
     candidate = chosen.solved.candidate
     mesh, limit = candidate.mesh, format_bytes(request.memory)
     searched = "" if objective is None else f"of all that fit {limit} per device, searched jointly for the {objective}"
-    if pinned:
+    if request.mesh is not None:
         where = f"mesh {mesh}: pinned"
     elif request.stages is not None:
         where = f"mesh {mesh}: {request.stages} stages were pinned, the other devices share the batch"
@@ -94,8 +94,7 @@ def notes(
         f"microbatches {candidate.microbatches}: {'pinned' if request.microbatches else microbatches}",
         *([chosen.note] if chosen.note else []),
         *([_split_output(request.output.name, mesh.degree("pp"))] if request.output is not None else []),
-        f"recompute for memory {again}: "
-        + ("pinned" if recompute is not None else _why(bool(request.recompute), objective)),
+        f"recompute for memory {again}: " + (_why(bool(request.recompute), objective) if request.free else "pinned"),
         f"memory limit {limit} per device, optimizer state {request.optimizer_ratio:g} x the trainable parameters,"
         f" times of the {request.cluster.name} cluster at its peak rates",
     )

@@ -73,8 +73,8 @@ def gain(whole: Plan, plan: Plan) -> float:
 
 def reason(whole: Plan, plan: Plan) -> str:
     """Where the second plan cuts inside a segment of the first, and why, to read."""
-    segments = {name for stage in whole.stages for name in stage.segments}
-    inside = [f"{s.segments[0]} begins stage {k}" for k, s in enumerate(plan.stages) if s.segments[0] not in segments]
+    known = {*whole.segments}
+    inside = [f"{s.segments[0]} begins stage {k}" for k, s in enumerate(plan.stages) if s.segments[0] not in known]
     before, after = (max(p.prediction.stage_seconds) for p in (whole, plan))
     return (
         f"cut inside a segment, {', '.join(inside)}: the slowest stage takes {format_seconds(after)} a microbatch,"

@@ -15,7 +15,7 @@ from autopart.ir.cost import SegmentCost
 from autopart.ir.mesh import Mesh
 from autopart.ir.placement import PRESETS, Placement, executable
 from autopart.ir.tensor_plan import TensorPlan
-from autopart.schedules.spell import AUTO, is_table
+from autopart.schedules.spell import AUTO, is_table, splits_output
 from autopart.solver.counts import check_counts
 
 Rules = tuple[tuple[str, Placement], ...]
@@ -102,7 +102,7 @@ class Request:
 
     def tensor_on(self, mesh: Mesh) -> TensorPlan | None:
         """What is decided inside segments on a mesh, None where it has no axis for that."""
-        return next((each for each in self.tensors if 1 < each.degree == mesh.degree(each.axis)), None)
+        return next((each for each in self.tensors if each.degree == mesh.degree(each.axis)), None)
 
     def again(self, places: Collection[int]) -> Request:
         """The request with some more segments recomputed."""
@@ -110,6 +110,16 @@ class Request:
         costs = tuple((again or plain) if i in places else plain for i, (plain, again) in pairs)
         names = tuple(name for i, name in enumerate(self.names) if i in places or name in self.recompute)
         return replace(self, costs=costs, recompute=names)
+
+    def allows(self, stages: int) -> bool:
+        """Whether the pinned stages allow so many; names on a pinned mesh allow more stages than they begin."""
+        if self.mesh is not None and self.starts and self.stages is not None:
+            return self.stages <= stages
+        return self.stages in (None, stages)
+
+    def samples(self, mesh: Mesh, microbatches: int) -> int:
+        """The samples of the largest of so many microbatches of each data rank."""
+        return -(-self.batch // (mesh.degree("dp") * microbatches))
 
     @property
     def searched(self) -> bool:
@@ -158,11 +168,16 @@ def resolve(
     recomputed: Sequence[SegmentCost] | None,
     optimizer_ratio: float,
     forwards_first: bool,
-    output: SegmentCost | None = None,
     tensor: TensorPlan | None = None,
     degrees: Sequence[tuple[TensorPlan, Sequence[SegmentCost], Sequence[SegmentCost]]] = (),
 ) -> Request:
     """The request behind the arguments of `choose`; ValueError or TypeError names the argument that is wrong."""
+    output = None
+    if splits_output(schedule):  # it is on no stage: each rank has a part
+        *costs, output = costs
+        if not costs:
+            raise ValueError("schedule: the model is an output layer alone, with no layer for a stage; pin '1f1b'")
+        recomputed = None if recomputed is None else recomputed[:-1]
     names = [cost.name for cost in costs]
     if not names or len(set(names)) != len(names):
         raise ValueError(f"costs: at least one segment, each with its own name, is needed; got {names}")
@@ -349,7 +364,12 @@ def _placement(value: object) -> Placement:
 
 
 def _check_inside(request: Request) -> None:
-    """Refuse a mesh that splits tensors inside segments where nothing was decided there."""
+    """Refuse a mesh that splits tensors inside segments where nothing was decided, or the output layer is split."""
     mesh = request.mesh
+    if request.output is not None and request.tensors:
+        raise ValueError(
+            f"schedule: it splits the output layer over the pipeline ranks, and the mesh {mesh} splits tensors inside "
+            "segments, which do not go together yet; pin another schedule, such as schedule='1f1b'"
+        )
     if mesh is not None and inside(mesh) > 1 and request.tensor_on(mesh) is None:
         raise ValueError(f"mesh: {mesh} splits tensors inside segments; use autopart.plan, which places them")

@@ -58,8 +58,8 @@ class Chosen:
     """The solution with the best schedule; what was looked at, and how good it is, to read."""
 
     solved: Solved
-    note: str
-    verdict: str
+    note: str = ""
+    verdict: str = ""
 
 
 @dataclass(frozen=True, slots=True)

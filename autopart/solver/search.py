@@ -23,14 +23,11 @@ from autopart.ir.mesh import Mesh
 from autopart.ir.plan import StageMemory, first_match
 from autopart.schedules import Timeline
 from autopart.solver.chunks import solve_chunks
-from autopart.solver.kinds import facts
+from autopart.solver.kinds import FEMTOSECONDS, facts, handed
 from autopart.solver.memory import MemoryModel, in_flight
 from autopart.solver.request import Request, Rules, inside
 from autopart.solver.split import Moment, Split, SplitProblem, solve_split
 from autopart.solver.timing import action_seconds, exchange_seconds, output_seconds, segment_seconds, timeline
-
-# Whole femtoseconds make sums of times exact, so that equal stages compare equal.
-_FEMTOSECONDS = 10**15
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,10 +116,9 @@ def numbers_of(costs: Sequence[SegmentCost], batch: int) -> tuple[SegmentNumbers
 def pose(request: Request, candidate: Candidate) -> tuple[MemoryModel, SplitProblem]:
     """The split problem of a candidate, its numbers those of the largest microbatch."""
     dp = candidate.mesh.degree("dp")
-    microbatch = -(-request.batch // (dp * candidate.microbatches))
-    numbers = numbers_of(request.at(inside(candidate.mesh)).costs, microbatch)
-    if any(action.kind is Kind.I for _, action in candidate.schedule.actions()):  # W is handed what it needs
-        numbers = tuple(replace(n, saved_bytes=max(n.saved_bytes, n.stash_bytes)) for n in numbers)
+    samples = request.samples(candidate.mesh, candidate.microbatches)
+    halved = any(action.kind is Kind.I for _, action in candidate.schedule.actions())
+    numbers = tuple(handed(n, halved) for n in numbers_of(request.at(inside(candidate.mesh)).costs, samples))
     modes = tuple(first_match(candidate.placements, name).on("dp") for name in request.names)
     model = MemoryModel(numbers, modes, dp, request.optimizer_ratio)
     part = output_part(request, candidate)
@@ -131,7 +127,7 @@ def pose(request: Request, candidate: Candidate) -> tuple[MemoryModel, SplitProb
         mode = first_match(candidate.placements, part.name).on("dp")
         every = MemoryModel((part,), (mode,), dp, request.optimizer_ratio).rank([(0, 1)], [(2,)]).total
     problem = SplitProblem(
-        times=tuple(round(sum(segment_seconds(n, request.cluster)) * _FEMTOSECONDS) for n in numbers),
+        times=tuple(round(sum(segment_seconds(n, request.cluster)) * FEMTOSECONDS) for n in numbers),
         boundaries=tuple(n.boundary_bytes for n in numbers),
         resident=model.resident(),
         saved=tuple(n.saved_bytes for n in numbers),
@@ -148,7 +144,7 @@ def output_part(request: Request, candidate: Candidate) -> SegmentNumbers | None
     if request.output is None:
         return None
     ranks = candidate.mesh.degree("pp")
-    numbers = request.output.at(-(-request.batch // (candidate.mesh.degree("dp") * candidate.microbatches)))
+    numbers = request.output.at(request.samples(candidate.mesh, candidate.microbatches))
     shares = {f.name: -(-getattr(numbers, f.name) // ranks) for f in fields(numbers) if f.name not in ("name", "tied")}
     for tied in numbers.tied:  # which every rank has whole
         rest = tied.nbytes - tied.nbytes // ranks
@@ -227,8 +223,7 @@ def _schedules(request: Request, mesh: Mesh) -> Iterator[list[tuple[str, Schedul
             found = _nearest(request, text, pp, count)
             if found is None or found.microbatches in known or found.stages > len(request.costs):
                 continue
-            named = request.mesh is not None and request.starts and len({0, *request.starts}) <= found.stages
-            if request.stages in (None, found.stages) or named:
+            if request.allows(found.stages):
                 made.append((text, found))
         known |= {schedule.microbatches for _, schedule in made}
         if made:

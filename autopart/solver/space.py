@@ -74,7 +74,7 @@ class Space:
         found = []
         for mesh in meshes(self.request):
             alternatives = self.request.placements if mesh.degree("dp") > 1 else self.request.placements[:1]
-            if mesh.degree("pp") <= len(self.request.costs) and self._staged(mesh):
+            if mesh.degree("pp") <= len(self.request.costs) and self.request.allows(mesh.degree("pp")):
                 found += [
                     Setting(mesh, count, rules, self.request.schedules[0], rank)
                     for count in self._counts(mesh)
@@ -97,12 +97,6 @@ class Space:
             if known is None or known.place != tuple(range(pp)) or known.mirrors or known.slices > 1 or known.barriers:
                 return False
         return True
-
-    def _staged(self, mesh: Mesh) -> bool:
-        """Whether the pinned stages can be one a rank of the mesh."""
-        pp, request = mesh.degree("pp"), self.request
-        named = request.mesh is not None and request.starts and len({0, *request.starts}) <= pp
-        return request.stages in (None, pp) or bool(named)
 
     def allowed(self, stages: int) -> tuple[int, ...]:
         """The segments where a stage may begin, after the first: those with parameters, if they are enough.
@@ -163,8 +157,8 @@ class Space:
 
     def table(self, setting: Setting) -> Table:
         """The segments at the size of the setting's largest microbatch."""
-        pieces = setting.mesh.degree("dp") * setting.microbatches
-        key = inside(setting.mesh), -(-self.request.batch // pieces), self.halved(setting)
+        samples = self.request.samples(setting.mesh, setting.microbatches)
+        key = inside(setting.mesh), samples, self.halved(setting)
         if key not in self._tables:
             self._tables[key] = Table.of(self.costs(key[0]), key[1], self.request.cluster, halved=key[2])
         return self._tables[key]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -81,10 +82,7 @@ def sizes_of(found: Rule) -> list[int]:
 
 def elements(product: Product, sizes: Sequence[int]) -> int:
     """The elements of a dim, with the size of every factor."""
-    total = 1
-    for factor in product:
-        total *= sizes[factor]
-    return total
+    return prod(sizes[factor] for factor in product)
 
 
 def unflatten(tensor: torch.Tensor, dims: Dims, sizes: Sequence[int]) -> tuple[torch.Tensor, list[int]]:
