@@ -179,22 +179,11 @@ class Programs:
         captured = self._captured(asked)
         if self.plan is None and self.options.given_plan is not None:
             self.plan = self._planned(captured, asked.call.batch, ranks.size)
-        fills = not overlaps(schedule)
         if self.plan is None:
-            size, devices = asked.call.batch, ranks.size
-            pins: Any = self.options.pins()
-            pins |= {"placement": pins["placement"] or "ddp"}
-            if fills:
-                made = loop_plans.with_front(captured, schedule, mesh, batch, batch=size, devices=devices, pins=pins)
-            else:
-                pins |= {"mesh": mesh, "schedule": "1f1b", "microbatches": batch}
-                made = compiler.planned(captured, batch=size, devices=devices, **pins)
-            self.plan = made
+            size, pins = asked.call.batch, self.options.pins(ranks.size)
+            self.plan = loop_plans.of_state(captured, schedule, mesh, batch, batch=size, pins=pins)
         segmented = segment(captured, cuts=self.plan.cuts)
-        if fills:
-            plan = loop_plans.filled(segmented, self.plan, schedule)
-        else:
-            plan = loop_plans.endless(segmented, self.plan, schedule, batch)
+        plan = loop_plans.of_loop(segmented, self.plan, schedule, batch)
         state = residence.state if residence is not None else None
         return compiler.lower(segmented, plan, state=state, check=self.options.verify)
 
@@ -296,8 +285,7 @@ class Programs:
         """The plan that is pinned, or that the solver finds for a whole batch of so many samples."""
         given, inputs = self.options.given_plan, self.options.inputs
         if given is None:
-            pins = self.options.pins()
-            return compiler.planned(captured, batch=batch, inputs=inputs, devices=devices, **pins)
+            return compiler.planned(captured, batch=batch, inputs=inputs, **self.options.pins(devices))
         compiler.check_fingerprint(given, captured)
         if given.inputs == inputs:
             return given
