@@ -31,11 +31,18 @@ class Overlapped:
     """What runs of one loop, from its first batch on."""
 
     def __init__(
-        self, model: Parallel, optimizer: torch.optim.Optimizer, compiled: Compiled, asked: Asked, *, compensates: bool
+        self,
+        model: Parallel,
+        optimizer: torch.optim.Optimizer,
+        compiled: Compiled,
+        asked: Asked,
+        seed: int,
+        *,
+        compensates: bool,
     ) -> None:
         self.session, self.compiled = model._autopart, compiled
         self.stream, self.device = stream_of(compiled.program.plan), asked.call.device
-        self.failed, self.entered, self.seed = False, 0, 0
+        self.failed, self.entered, self.seed = False, 0, seed
         self._standing = Standing()
         parameters = dict(model.named_parameters(remove_duplicate=False))
         self.updates = Updates(optimizer, parameters, 3 * self.stream.lag + 4, compensates=compensates)
@@ -155,9 +162,7 @@ def begin(
     session._place(model, found.program, materials, asked.call.device)
     if session.residence is not None:
         optimizers.settle(optimizer)
-    running = Overlapped(model, optimizer, found, asked, compensates=compensates)
-    running.seed = seed
-    return running
+    return Overlapped(model, optimizer, found, asked, seed, compensates=compensates)
 
 
 def _check(model: Parallel) -> None:
