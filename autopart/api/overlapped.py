@@ -16,7 +16,7 @@ from autopart.errors import CaptureError
 from autopart.ir.action import stages_of
 from autopart.runtime import optimizers
 from autopart.runtime.batches import Batches, Numbered
-from autopart.runtime.local import Standing, run_ranks
+from autopart.runtime.local import Standing
 from autopart.runtime.looping import LoopWorld, Used
 from autopart.runtime.states import States
 from autopart.runtime.transport import Pending, Transport
@@ -122,10 +122,7 @@ class Overlapped:
             raise
 
     def _ranks(self, fn: Callable[[Transport], T]) -> tuple[T, ...]:
-        ranks = self.session.join()
-        if ranks.transport is not None:
-            return (fn(ranks.transport),)
-        return tuple(run_ranks(ranks.size, fn, device=self.device, standing=self._standing))
+        return self.session.join().each(fn, self.device, standing=self._standing)
 
 
 def _loss(made: Mapping[str, Pending[torch.Tensor]] | None) -> Pending[torch.Tensor] | None:
