@@ -169,9 +169,9 @@ class Programs:
         if pinned is not None and overlaps(pinned.schedule) and not fits(pinned, text, batch):
             raise ValueError(f"schedule: {text!r} is asked for, but the plan is of {pinned.schedule!r}; name that")
         program = self._given(asked, loop=True) or self._overlapped(asked, ranks, residence, mesh, text, batch)
-        least = least_samples(program.captured)
-        compiler.check_cut(asked.shares(program.plan), program.plan, least)
-        return Compiled(program, self._loaded(program, asked, ranks), least)
+        compiled = self._compiled(program, asked, ranks)
+        compiler.check_cut(asked.shares(program.plan), program.plan, compiled.least)
+        return compiled
 
     def _overlapped(
         self, asked: Asked, ranks: Ranks, residence: Residence | None, mesh: Mesh, schedule: str, batch: int
@@ -215,13 +215,13 @@ class Programs:
     def _compile(self, asked: Asked, ranks: Ranks, residence: Residence | None) -> Compiled:
         if residence is not None:
             asked = replace(asked, model=residence.whole_copy(asked.model))
-        program = self._given(asked) or self._lowered(asked, ranks, residence)
-        return Compiled(program, self._loaded(program, asked, ranks), least_samples(program.captured))
+        return self._compiled(self._given(asked) or self._lowered(asked, ranks, residence), asked, ranks)
 
-    def _loaded(self, program: Program, asked: Asked, ranks: Ranks) -> dict[int, Loaded]:
-        """The texts of the ranks here."""
+    def _compiled(self, program: Program, asked: Asked, ranks: Ranks) -> Compiled:
+        """A program with the texts of the ranks here."""
         device = ranks.transport.device if ranks.transport is not None else asked.call.device
-        return {rank: Loaded.of(program, rank, device) for rank in ranks.here}
+        loaded = {rank: Loaded.of(program, rank, device) for rank in ranks.here}
+        return Compiled(program, loaded, least_samples(program.captured))
 
     def _given(self, asked: Asked, *, loop: bool = False) -> Program | None:
         """The pinned program, verified, if it is one for this call: same shapes, dtypes and other arguments.

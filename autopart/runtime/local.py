@@ -180,7 +180,7 @@ class LocalTransport:
         self._count("all_reduce", payload(tensor), group)
         call = "all_reduce" if how == "sum" else f"all_reduce ({how})"
         with torch.no_grad():
-            tensor.copy_(self._collective(call, tensor, group, _sum if how == "sum" else _largest))
+            tensor.copy_(self._collective(call, tensor, group, {"sum": _sum, "max": _largest}[how]))
 
     def all_gather(self, part: torch.Tensor, group: tuple[int, ...]) -> torch.Tensor:
         """The flat concatenation of every rank's flat `part`."""
