@@ -198,6 +198,8 @@ def test_a_public_front_and_what_it_refuses() -> None:
         autopart.pareto(model, (x,), objectives=("latency", "throughput"), **pins)
     with pytest.raises(ValueError, match="objective: a front has two"):
         autopart.pareto(model, (x,), objective="time", **pins)
+    with pytest.raises(ValueError, match=r"placement: no parameter or module is called '9\.\*'"):
+        autopart.pareto(model, (x,), placement={"9.*": "zero3", "*": "ddp"}, **pins)
 
 
 CLUSTER = Cluster.uniform(8, 1000 * MIB, 1e9, 1e9, 1e8, 1e-6)

@@ -24,7 +24,7 @@ from autopart.errors import PlanInfeasible
 from autopart.ir.action import Scheduled
 from autopart.ir.captured import Captured
 from autopart.ir.mesh import pieces
-from autopart.ir.plan import OUTPUT, Plan
+from autopart.ir.plan import OUTPUT, Plan, around
 from autopart.ir.program import Program
 from autopart.ir.segmented import Segmented
 from autopart.ir.sharded import Sharded
@@ -73,20 +73,56 @@ def captured_step(
 def solve(segmented: Segmented, *, batch: int | None = None, inputs: str = "global", **pins: Unpack[Pins]) -> Plan:
     """solve: the plan for a segmented step, with its predictions. `batch` is the whole one, by default the call's."""
     captured = segmented.captured
-    _check_patterns(pins.get("placement"), captured)
-    if captured.deferred:
-        check_deferred(pins.get("schedule"))
-        pins["schedule"] = pins.get("schedule") or "gpipe"
-    chosen = _best(segmented, batch or captured.batch, pins)
+    chosen = _best(segmented, batch or captured.batch, _fitting(captured, pins))
     return predicted(segmented, replace(with_regions(chosen, segmented), inputs=inputs))
 
 
+def _fitting(captured: Captured, pins: Pins) -> Pins:
+    """The pins for a step. Raises ValueError where a pattern matches nothing, or its outputs rule a schedule out."""
+    _check_patterns(pins.get("placement"), captured)
+    if not captured.deferred:
+        return pins
+    check_deferred(pins.get("schedule"))
+    return {**pins, "schedule": pins.get("schedule") or "gpipe"}
+
+
 def _best(segmented: Segmented, batch: int, pins: Pins) -> Plan:
+    """The best plan; where the mesh has an axis for them, with tensors split inside segments."""
     asked = tensor.asked(segmented.captured, batch, pins)
     if asked is None:
         return _chosen(segmented, batch, pins)
     chosen = _chosen_inside(segmented, batch, pins, asked)
     return replace(chosen, notes=(*chosen.notes, *unruled(segmented)))
+
+
+def _chosen_inside(segmented: Segmented, batch: int, pins: Pins, asked: Inside) -> Plan:
+    """The plan around the fastest placement of tensors; if nothing fits with it, around one that holds less."""
+    pins = {**pins, "placement": tensor.without_tensors(pins.get("placement"))}
+    decided = tensor.decide(segmented, asked)
+    try:
+        return _chosen(tensor.first_place(segmented, decided), batch, pins, decided)
+    except PlanInfeasible as error:
+        try:
+            decided = tensor.decide(segmented, asked, tensor.limit(pins, asked))
+        except PlanInfeasible:
+            raise error from None
+    return _chosen(tensor.first_place(segmented, decided), batch, pins, decided)
+
+
+def _chosen(segmented: Segmented, batch: int, pins: Pins, decided: TensorPlan | None = None) -> Plan:
+    exchanged = None if decided is None else tensor.exchanged(decided)
+    again = costs(recompute(segmented, [segment.name for segment in segmented.segments]), exchanged)
+    plain = costs(recompute(segmented), exchanged)
+    captured = segmented.captured
+    return choose(
+        plain,
+        recomputed=again,
+        batch=batch,
+        forwards_first=captured.deferred,
+        fingerprint=fingerprint(captured),
+        tensor=decided,
+        **pins,
+    )
 
 
 def planned(captured: Captured, *, batch: int | None = None, inputs: str = "global", **pins: Unpack[Pins]) -> Plan:
@@ -121,36 +157,6 @@ def planned(captured: Captured, *, batch: int | None = None, inputs: str = "glob
     where_from = whole.notes[: 4 if pins.get("schedule") == AUTO else 3]
     notes = (*where_from, *finer.notes[3:], reason(whole, finer))
     return replace(finer, notes=notes, alternatives=whole.alternatives, took=whole.took + finer.took)
-
-
-def _chosen_inside(segmented: Segmented, batch: int, pins: Pins, asked: Inside) -> Plan:
-    """The plan around the fastest placement of tensors; if nothing fits with it, around one that holds less."""
-    pins = {**pins, "placement": tensor.without_tensors(pins.get("placement"))}
-    decided = tensor.decide(segmented, asked)
-    try:
-        return _chosen(tensor.first_place(segmented, decided), batch, pins, decided)
-    except PlanInfeasible as error:
-        try:
-            decided = tensor.decide(segmented, asked, tensor.limit(pins, asked))
-        except PlanInfeasible:
-            raise error from None
-    return _chosen(tensor.first_place(segmented, decided), batch, pins, decided)
-
-
-def _chosen(segmented: Segmented, batch: int, pins: Pins, decided: TensorPlan | None = None) -> Plan:
-    exchanged = None if decided is None else tensor.exchanged(decided)
-    again = costs(recompute(segmented, [segment.name for segment in segmented.segments]), exchanged)
-    plain = costs(recompute(segmented), exchanged)
-    captured = segmented.captured
-    return choose(
-        plain,
-        recomputed=again,
-        batch=batch,
-        forwards_first=captured.deferred,
-        fingerprint=fingerprint(captured),
-        tensor=decided,
-        **pins,
-    )
 
 
 def predicted(segmented: Segmented, plan: Plan) -> Plan:
@@ -282,13 +288,11 @@ def pareto(
         raise ValueError("objective: a front has two, `objectives`")
     captured = _sampled(model, args, kwargs, loss_fn, target, batch, semantics, capture)
     segmented = segment(captured, cuts=named(pins.get("stages")))
-    if captured.deferred:
-        check_deferred(pins.get("schedule"))
-        pins["schedule"] = pins.get("schedule") or "gpipe"
+    kept = _fitting(captured, pins)
 
     def best(objective: str, limit: int | None) -> Plan:
-        memory = pins.get("memory") if limit is None else limit
-        return _best(segmented, captured.batch, {**pins, "objective": objective, "memory": memory})
+        memory = kept.get("memory") if limit is None else limit
+        return _best(segmented, captured.batch, {**kept, "objective": objective, "memory": memory})
 
     found = (predicted(segmented, with_regions(each, segmented)) for each in front.front(best, n))
     return front.undominated(tuple(found))
@@ -355,9 +359,9 @@ def _check_patterns(placement: object, captured: Captured) -> None:
     if not isinstance(placement, Mapping):
         return
     names = [item.target for item in captured.of_kind("parameter")]
-    around = {".".join(name.split(".")[:i]) for name in names for i in range(1, name.count(".") + 2)}
+    known = {candidate for name in names for candidate in around(name)}
     for pattern in placement:
-        if not any(fnmatchcase(name, pattern) for name in around):
-            close = get_close_matches(pattern, around, n=3)
+        if not any(fnmatchcase(name, pattern) for name in known):
+            close = get_close_matches(pattern, known, n=3)
             hint = f"; did you mean {', '.join(map(repr, close))}?" if close else ""
             raise ValueError(f"placement: no parameter or module is called {pattern!r}{hint}")

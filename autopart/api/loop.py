@@ -17,7 +17,7 @@ from autopart.ir.program import Program
 from autopart.runtime.looping import Used
 from autopart.runtime.transport import Pending
 from autopart.runtime.updates import check_steps
-from autopart.schedules.stream import spelled
+from autopart.schedules.stream import compensates, spelled
 
 
 class Loop(Iterator[torch.Tensor]):
@@ -168,9 +168,9 @@ def train_loop(
     made = optimizer if isinstance(optimizer, torch.optim.Optimizer) else _made(optimizer, parallel)
     if {id(p) for group in made.param_groups for p in group["params"]}.isdisjoint(map(id, parallel.parameters())):
         raise ValueError("optimizer: it has none of the model's parameters; make it from model.parameters()")
-    compensates = compensate and schedule.partition("(")[0].strip() == "pb"
-    check_steps(made, compensates=compensates)
-    return Loop(parallel, made, iter(batches), schedule, compensate=compensates)
+    compensate = compensate and compensates(schedule)
+    check_steps(made, compensates=compensate)
+    return Loop(parallel, made, iter(batches), schedule, compensate=compensate)
 
 
 def _made(factory: Any, model: torch.nn.Module) -> torch.optim.Optimizer:

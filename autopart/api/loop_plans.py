@@ -15,45 +15,62 @@ from autopart.passes.costs import costs
 from autopart.passes.segment import segment
 from autopart.schedules.filling import Filled, fill_idle
 from autopart.schedules.spell import make
+from autopart.schedules.stream import overlaps
 from autopart.solver.front import front_split
 from autopart.solver.request import Pins
 from autopart.solver.timing import segment_seconds, timeline
 
 
-def endless(segmented: Segmented, plan: Plan, schedule: str, microbatches: int) -> Plan:
-    """The plan of a loop whose steps overlap, over the state of another plan.
+def of_state(captured: Captured, schedule: str, mesh: Mesh, microbatches: int, *, batch: int, pins: Pins) -> Plan:
+    """The plan for ordinary calls of a model that has none when a loop begins: a stage a rank, parameters whole.
 
-    Its step is the steady one, in which nobody waits: that of the busiest stage.
+    Where `schedule` flushes, the frozen layers in front are a stage of their own on the first rank, and ValueError is
+    raised if there are none.
     """
-    seconds = microbatches * max(plan.prediction.stage_seconds)
-    steady = replace(plan.prediction, step_seconds=seconds, bubble=0.0)
-    note = f"schedule {schedule}: as train_loop was asked; steps overlap, and the prediction is of one among many"
-    made = replace(plan, schedule=schedule, microbatches=microbatches, prediction=steady, notes=(*plan.notes, note))
-    return compiler.predicted(segmented, made)
-
-
-def with_front(
-    captured: Captured, schedule: str, mesh: Mesh, microbatches: int, *, batch: int, devices: int, pins: Pins
-) -> Plan:
-    """The plan in which the frozen layers in front are a stage of their own on the first rank.
-
-    The others, a stage a rank, follow `schedule`. Raises ValueError where nothing in front is frozen.
-    """
-    segmented = segment(captured, cuts=compiler.named(pins.get("stages")))
-    ranks, cluster = mesh.degree("pp"), pins.get("cluster") or Cluster.preset("cpu", per_node=devices)
-    size = -(-batch // (mesh.degree("dp") * microbatches))
-    seconds = [sum(segment_seconds(cost.at(size), cluster)) for cost in costs(segmented)]
-    starts = front_split(seconds, _frozen(segmented), ranks)
-    trained = make(schedule, ranks=ranks, microbatches=microbatches)
     kept: Pins = {
         **pins,
         "mesh": mesh,
         "microbatches": microbatches,
-        "devices": devices,
-        "schedule": str(Filled(trained, ()).one),
-        "stages": [segmented.segments[i].name for i in starts],
+        "placement": pins.get("placement") or "ddp",
+        "schedule": "1f1b",
     }
+    if not overlaps(schedule):
+        kept["stages"] = _with_front(captured, mesh, -(-batch // (mesh.degree("dp") * microbatches)), kept)
+        kept["schedule"] = _ordinary(schedule, mesh, microbatches)
     return compiler.planned(captured, batch=batch, **kept)
+
+
+def of_loop(segmented: Segmented, plan: Plan, schedule: str, microbatches: int) -> Plan:
+    """The plan of a loop over the state of another plan.
+
+    Raises ValueError where `schedule` flushes and that plan has no stage of frozen layers in front.
+    """
+    made = _endless(plan, schedule, microbatches) if overlaps(schedule) else _filled(plan, schedule)
+    return compiler.predicted(segmented, made)
+
+
+def _endless(plan: Plan, schedule: str, microbatches: int) -> Plan:
+    """Its step is the steady one, in which nobody waits: that of the busiest stage."""
+    seconds = microbatches * max(plan.prediction.stage_seconds)
+    steady = replace(plan.prediction, step_seconds=seconds, bubble=0.0)
+    note = f"schedule {schedule}: as train_loop was asked; steps overlap, and the prediction is of one among many"
+    return replace(plan, schedule=schedule, microbatches=microbatches, prediction=steady, notes=(*plan.notes, note))
+
+
+def _ordinary(schedule: str, mesh: Mesh, microbatches: int) -> str:
+    """What an ordinary call performs where loops fill the idle time of `schedule`, as a table."""
+    return str(Filled(make(schedule, ranks=mesh.degree("pp"), microbatches=microbatches), ()).one)
+
+
+def _with_front(captured: Captured, mesh: Mesh, size: int, pins: Pins) -> list[str]:
+    """Where stages begin if the frozen layers are one and the others, by the time of microbatches of `size`, a rank's.
+
+    Raises ValueError where nothing in front is frozen.
+    """
+    segmented = segment(captured, cuts=compiler.named(pins.get("stages")))
+    cluster = pins.get("cluster") or Cluster.preset("cpu", per_node=mesh.size)
+    seconds = [sum(segment_seconds(cost.at(size), cluster)) for cost in costs(segmented)]
+    return [segmented.segments[i].name for i in front_split(seconds, _frozen(segmented), mesh.degree("pp"))]
 
 
 def _frozen(segmented: Segmented) -> int:
@@ -62,18 +79,15 @@ def _frozen(segmented: Segmented) -> int:
     return next(trained, len(segmented.segments))
 
 
-def filled(segmented: Segmented, plan: Plan, schedule: str) -> Plan:
-    """The plan of a loop that fills idle time of `plan`, one of `with_front`, with its frozen layers' forwards.
-
-    Raises ValueError for another plan.
-    """
-    ranks, seconds = plan.mesh.degree("pp"), plan.prediction.stage_seconds
-    trained = make(schedule, ranks=ranks, microbatches=plan.microbatches)
-    if plan.schedule != str(Filled(trained, ()).one):
+def _filled(plan: Plan, schedule: str) -> Plan:
+    """Its idle time is filled with the forwards of its frozen layers. Raises ValueError for a plan without these."""
+    if plan.schedule != _ordinary(schedule, plan.mesh, plan.microbatches):
         raise ValueError(
             f"schedule: the model's plan has no stage of frozen layers in front that {schedule!r} goes with; train a "
             "model that has not been called yet, or in an ordinary loop"
         )
+    seconds = plan.prediction.stage_seconds
+    trained = make(schedule, ranks=plan.mesh.degree("pp"), microbatches=plan.microbatches)
     parts = [{"F": each / 3, "B": 2 * each / 3, "I": 0.0, "W": 0.0} for each in seconds[1:]]
     found = fill_idle(trained, parts, seconds[0])
     front = {"F": seconds[0], "B": 0.0, "I": 0.0, "W": 0.0}
@@ -86,5 +100,4 @@ def filled(segmented: Segmented, plan: Plan, schedule: str) -> Plan:
     steady = replace(
         plan.prediction, step_seconds=line.makespan / found.shown, bubble=line.flush_bubble / line.makespan
     )
-    made = replace(plan, schedule=str(found.table()), prediction=steady, notes=(*plan.notes, note))
-    return compiler.predicted(segmented, made)
+    return replace(plan, schedule=str(found.table()), prediction=steady, notes=(*plan.notes, note))

@@ -14,7 +14,7 @@ from autopart.ir.placement import Placement, executable
 from autopart.ir.plan import INPUTS, Plan
 from autopart.ir.program import Program
 from autopart.schedules import spell
-from autopart.solver.request import Pinned
+from autopart.solver.request import Pinned, Pins
 
 SEMANTICS = ("exact", "accumulate")
 """What a step means: the whole batch on one device, or that in slices whose losses are weighted and added up."""
@@ -142,10 +142,11 @@ class Options:
                 f"share of the batch a rank, parallelize(mesh={{'dp': {size}}}, inputs='local')"
             )
 
-    def pins(self) -> dict[str, Any]:
-        """What `solve` takes."""
+    def pins(self, devices: int) -> Pins:
+        """What `solve` takes, for so many devices."""
         return {
             "cluster": self.cluster,
+            "devices": devices,
             "mesh": self.mesh,
             "stages": self.stages,
             "placement": self.placement,

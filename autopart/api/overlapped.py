@@ -16,7 +16,7 @@ from autopart.errors import CaptureError
 from autopart.ir.action import stages_of
 from autopart.runtime import optimizers
 from autopart.runtime.batches import Batches, Numbered
-from autopart.runtime.local import Standing, run_ranks
+from autopart.runtime.local import Standing
 from autopart.runtime.looping import LoopWorld, Used
 from autopart.runtime.states import States
 from autopart.runtime.transport import Pending, Transport
@@ -31,11 +31,18 @@ class Overlapped:
     """What runs of one loop, from its first batch on."""
 
     def __init__(
-        self, model: Parallel, optimizer: torch.optim.Optimizer, compiled: Compiled, asked: Asked, *, compensates: bool
+        self,
+        model: Parallel,
+        optimizer: torch.optim.Optimizer,
+        compiled: Compiled,
+        asked: Asked,
+        seed: int,
+        *,
+        compensates: bool,
     ) -> None:
         self.session, self.compiled = model._autopart, compiled
         self.stream, self.device = stream_of(compiled.program.plan), asked.call.device
-        self.failed, self.entered, self.seed = False, 0, 0
+        self.failed, self.entered, self.seed = False, 0, seed
         self._standing = Standing()
         parameters = dict(model.named_parameters(remove_duplicate=False))
         self.updates = Updates(optimizer, parameters, 3 * self.stream.lag + 4, compensates=compensates)
@@ -115,10 +122,7 @@ class Overlapped:
             raise
 
     def _ranks(self, fn: Callable[[Transport], T]) -> tuple[T, ...]:
-        ranks = self.session.join()
-        if ranks.transport is not None:
-            return (fn(ranks.transport),)
-        return tuple(run_ranks(ranks.size, fn, device=self.device, standing=self._standing))
+        return self.session.join().each(fn, self.device, standing=self._standing)
 
 
 def _loss(made: Mapping[str, Pending[torch.Tensor]] | None) -> Pending[torch.Tensor] | None:
@@ -155,9 +159,7 @@ def begin(
     session._place(model, found.program, materials, asked.call.device)
     if session.residence is not None:
         optimizers.settle(optimizer)
-    running = Overlapped(model, optimizer, found, asked, compensates=compensates)
-    running.seed = seed
-    return running
+    return Overlapped(model, optimizer, found, asked, seed, compensates=compensates)
 
 
 def _check(model: Parallel) -> None:

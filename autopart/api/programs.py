@@ -169,9 +169,9 @@ class Programs:
         if pinned is not None and overlaps(pinned.schedule) and not fits(pinned, text, batch):
             raise ValueError(f"schedule: {text!r} is asked for, but the plan is of {pinned.schedule!r}; name that")
         program = self._given(asked, loop=True) or self._overlapped(asked, ranks, residence, mesh, text, batch)
-        least = least_samples(program.captured)
-        compiler.check_cut(asked.shares(program.plan), program.plan, least)
-        return Compiled(program, self._loaded(program, asked, ranks), least)
+        compiled = self._compiled(program, asked, ranks)
+        compiler.check_cut(asked.shares(program.plan), program.plan, compiled.least)
+        return compiled
 
     def _overlapped(
         self, asked: Asked, ranks: Ranks, residence: Residence | None, mesh: Mesh, schedule: str, batch: int
@@ -179,22 +179,11 @@ class Programs:
         captured = self._captured(asked)
         if self.plan is None and self.options.given_plan is not None:
             self.plan = self._planned(captured, asked.call.batch, ranks.size)
-        fills = not overlaps(schedule)
         if self.plan is None:
-            size, devices = asked.call.batch, ranks.size
-            pins: Any = self.options.pins()
-            pins |= {"placement": pins["placement"] or "ddp"}
-            if fills:
-                made = loop_plans.with_front(captured, schedule, mesh, batch, batch=size, devices=devices, pins=pins)
-            else:
-                pins |= {"mesh": mesh, "schedule": "1f1b", "microbatches": batch}
-                made = compiler.planned(captured, batch=size, devices=devices, **pins)
-            self.plan = made
+            size, pins = asked.call.batch, self.options.pins(ranks.size)
+            self.plan = loop_plans.of_state(captured, schedule, mesh, batch, batch=size, pins=pins)
         segmented = segment(captured, cuts=self.plan.cuts)
-        if fills:
-            plan = loop_plans.filled(segmented, self.plan, schedule)
-        else:
-            plan = loop_plans.endless(segmented, self.plan, schedule, batch)
+        plan = loop_plans.of_loop(segmented, self.plan, schedule, batch)
         state = residence.state if residence is not None else None
         return compiler.lower(segmented, plan, state=state, check=self.options.verify)
 
@@ -226,13 +215,13 @@ class Programs:
     def _compile(self, asked: Asked, ranks: Ranks, residence: Residence | None) -> Compiled:
         if residence is not None:
             asked = replace(asked, model=residence.whole_copy(asked.model))
-        program = self._given(asked) or self._lowered(asked, ranks, residence)
-        return Compiled(program, self._loaded(program, asked, ranks), least_samples(program.captured))
+        return self._compiled(self._given(asked) or self._lowered(asked, ranks, residence), asked, ranks)
 
-    def _loaded(self, program: Program, asked: Asked, ranks: Ranks) -> dict[int, Loaded]:
-        """The texts of the ranks here."""
+    def _compiled(self, program: Program, asked: Asked, ranks: Ranks) -> Compiled:
+        """A program with the texts of the ranks here."""
         device = ranks.transport.device if ranks.transport is not None else asked.call.device
-        return {rank: Loaded.of(program, rank, device) for rank in ranks.here}
+        loaded = {rank: Loaded.of(program, rank, device) for rank in ranks.here}
+        return Compiled(program, loaded, least_samples(program.captured))
 
     def _given(self, asked: Asked, *, loop: bool = False) -> Program | None:
         """The pinned program, verified, if it is one for this call: same shapes, dtypes and other arguments.
@@ -296,8 +285,7 @@ class Programs:
         """The plan that is pinned, or that the solver finds for a whole batch of so many samples."""
         given, inputs = self.options.given_plan, self.options.inputs
         if given is None:
-            pins = self.options.pins()
-            return compiler.planned(captured, batch=batch, inputs=inputs, devices=devices, **pins)
+            return compiler.planned(captured, batch=batch, inputs=inputs, **self.options.pins(devices))
         compiler.check_fingerprint(given, captured)
         if given.inputs == inputs:
             return given

@@ -11,7 +11,7 @@ import torch
 from autopart import _torch
 from autopart.api.options import Options
 from autopart.runtime import distributed
-from autopart.runtime.local import current_transport, run_ranks
+from autopart.runtime.local import Standing, current_transport, run_ranks
 from autopart.runtime.transport import Transport
 
 T = TypeVar("T")
@@ -49,8 +49,13 @@ class Ranks:
         device = self.transport.device
         return _torch.pytree.tree_map(lambda x: x.to(device) if isinstance(x, torch.Tensor) else x, values)
 
-    def each(self, fn: Callable[[Transport], T], device: torch.device) -> tuple[T, ...]:
-        """The results of ``fn(transport)`` on every rank here; `device` is that of ranks which live in this process."""
+    def each(
+        self, fn: Callable[[Transport], T], device: torch.device, *, standing: Standing | None = None
+    ) -> tuple[T, ...]:
+        """The results of ``fn(transport)`` on every rank here.
+
+        `device` is that of ranks which live in this process, `standing` the world of theirs that goes on, if any.
+        """
         if self.transport is not None:
             return (fn(self.transport),)
-        return tuple(run_ranks(self.size, fn, device=device))
+        return tuple(run_ranks(self.size, fn, device=device, standing=standing))

@@ -11,6 +11,7 @@ from autopart.ir.captured import Captured
 from autopart.ir.mesh import Mesh
 from autopart.ir.placed import PlacedStep
 from autopart.ir.placement import Replicate, Shard, TensorPlacement
+from autopart.ir.plan import around
 from autopart.ir.segmented import Segmented
 from autopart.ir.tensor_plan import Costs, TensorPlan
 from autopart.passes.places import at_place, check_places
@@ -135,8 +136,8 @@ def without_tensors(pin: Pinned) -> Pinned:
 def pinned(pin: object, captured: Captured, axis: str | None) -> tuple[tuple[str, Pin], ...]:
     """The placements of parameters on `axis` that a placement pin names; of several patterns the first holds.
 
-    Raises ValueError or TypeError, naming the pattern, for one on an axis that the mesh has not, and for a pattern that
-    matches no parameter.
+    Raises ValueError or TypeError, naming the pattern, for one on an axis that the mesh has not, and for what is no
+    placement there.
     """
     if not isinstance(pin, Mapping):
         return ()
@@ -144,9 +145,7 @@ def pinned(pin: object, captured: Captured, axis: str | None) -> tuple[tuple[str
     shapes = {item.target: item.value.shape for item in captured.of_kind("parameter")}
     found: dict[str, Pin] = {}
     for pattern, by_axis in rules:
-        targets = [target for target in shapes if _matches(pattern, target)]
-        if not targets:
-            raise ValueError(f"placement: {pattern!r} is placed as a tensor, and no parameter is called that")
+        targets = [target for target in shapes if any(fnmatchcase(name, pattern) for name in around(target))]
         for name, value in by_axis.items():
             if name != axis:
                 raise ValueError(
@@ -174,8 +173,3 @@ def _pin(value: object, dims: int, pattern: str) -> Pin:
     if not -dims <= dim < dims:
         raise ValueError(f"placement: {pattern!r} is to be split along dim {dim}, but it has {dims} dims")
     return value if isinstance(value, Shard) and value != Shard(dim) else Along(dim % dims)
-
-
-def _matches(pattern: str, target: str) -> bool:
-    parts = target.split(".")
-    return any(fnmatchcase(".".join(parts[:length]), pattern) for length in range(1, len(parts) + 1))

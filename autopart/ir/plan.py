@@ -244,12 +244,17 @@ def _document() -> Document[Plan]:
 
 def first_match(placements: tuple[tuple[str, Placement], ...], name: str) -> Placement:
     """The first placement whose pattern matches `name` or a module around it; ValueError if none does."""
-    parts = name.split(".")
-    around = [".".join(parts[:length]) for length in range(len(parts), 0, -1)]
+    candidates = around(name)
     for pattern, placement in placements:
-        if any(fnmatchcase(candidate, pattern) for candidate in around):
+        if any(fnmatchcase(candidate, pattern) for candidate in candidates):
             return placement
     raise ValueError(f"placement: no pattern matches {name!r}; end with '*'")
+
+
+def around(name: str) -> tuple[str, ...]:
+    """What a pattern may match for it to hold for a dotted name: that name and those of the modules around it."""
+    parts = name.split(".")
+    return tuple(".".join(parts[:length]) for length in range(len(parts), 0, -1))
 
 
 def stage_ranks(mesh: Mesh, column: int) -> tuple[int, ...]:

@@ -36,6 +36,7 @@ def wire(collective: str, shape: Sequence[int], itemsize: int, what: Sequence[An
     return len(pieces) ** 2 * chunk(tuple(shape), before, after) * itemsize
 
 
+@lru_cache(maxsize=256)
 def chunk(shape: tuple[int, ...], before: Split, after: Split) -> int:
     """The most elements that a place has for another in an all-to-all of a tensor split `before` one way."""
     elements = prod(shape)

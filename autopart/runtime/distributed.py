@@ -226,7 +226,7 @@ class ProcessTransport:
 
     def fail(self, error: BaseException) -> None:
         """Name this rank as the root cause, unless another was first: then this process ends here."""
-        if self._watch is not None and not self._watch.fail(error):
+        if self._watch is not None and not self._watch.fail():
             self._watch.settle()
 
     def bytes_sent(self) -> dict[str, int]:

@@ -7,11 +7,19 @@ from collections.abc import Iterable, Sequence
 import torch
 
 
-def flat(tensors: Iterable[torch.Tensor], length: int | None = None) -> torch.Tensor:
-    """The elements of tensors of one dtype, one tensor after the other, padded with zeros to `length`."""
-    joined = torch.cat([tensor.reshape(-1) for tensor in tensors])
-    missing = 0 if length is None else length - joined.numel()
-    return torch.nn.functional.pad(joined, (0, missing)) if missing else joined
+def flat(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    """The elements of tensors of one dtype, one tensor after the other."""
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])
+
+
+def flat_padded(groups: Iterable[tuple[Iterable[torch.Tensor], int]]) -> torch.Tensor:
+    """Likewise for groups of tensors, at least one in each, every group padded with zeros to its length."""
+    pieces: list[torch.Tensor] = []
+    for tensors, length in groups:
+        own = [tensor.reshape(-1) for tensor in tensors]
+        missing = length - sum(piece.numel() for piece in own)
+        pieces += [*own, own[0].new_zeros(missing)] if missing else own
+    return torch.cat(pieces)
 
 
 def unflat(joined: torch.Tensor, shapes: Iterable[Sequence[int]]) -> list[torch.Tensor]:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from autopart.errors import RankFailure
+from autopart.runtime.modes import caller_modes
 from autopart.runtime.transport import (
     Pending,
     Traffic,
@@ -67,7 +68,7 @@ def run_ranks(
         standing.transports = [LocalTransport(world, rank) for rank in range(n)]
     world = standing.transports[0].world
     world.begin()
-    modes = _caller_modes()
+    modes = caller_modes()
     results: list[Any] = [None] * n
 
     def body(rank: int) -> None:
@@ -82,6 +83,13 @@ def run_ranks(
         threading.Thread(target=contextvars.copy_context().run, args=(body, rank), name=f"rank {rank}", daemon=True)
         for rank in range(n)
     ]
+    _run(threads, world)
+    world.raise_failure()
+    return results
+
+
+def _run(threads: Sequence[threading.Thread], world: _World) -> None:
+    """From the start of all threads to the end of all; what interrupts that ends the world, and is raised then."""
     try:
         for thread in threads:
             thread.start()
@@ -96,8 +104,6 @@ def run_ranks(
     finally:
         for thread in threads:
             thread.join()
-    world.raise_failure()
-    return results
 
 
 class LocalTransport:
@@ -174,7 +180,7 @@ class LocalTransport:
         self._count("all_reduce", payload(tensor), group)
         call = "all_reduce" if how == "sum" else f"all_reduce ({how})"
         with torch.no_grad():
-            tensor.copy_(self._collective(call, tensor, group, _sum if how == "sum" else _largest))
+            tensor.copy_(self._collective(call, tensor, group, {"sum": _sum, "max": _largest}[how]))
 
     def all_gather(self, part: torch.Tensor, group: tuple[int, ...]) -> torch.Tensor:
         """The flat concatenation of every rank's flat `part`."""
@@ -379,28 +385,3 @@ def _largest(parts: list[torch.Tensor]) -> torch.Tensor:
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _caller_modes() -> Callable[[], contextlib.AbstractContextManager[None]]:
-    """A context that sets, in another thread, the modes of the thread that calls this."""
-    grad = torch.is_grad_enabled()
-    kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
-    autocasts = [(kind, torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled()) for kind in kinds]
-    default = torch.get_default_device()
-    initialized: Callable[[], bool] = torch.cuda.is_initialized
-    stream = torch.cuda.current_stream() if initialized() else None
-
-    @contextlib.contextmanager
-    def modes() -> Iterator[None]:
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(torch.set_grad_enabled(grad))
-            # a backward that communicates must run in its rank's thread, not in the one that ranks share for a device
-            stack.enter_context(torch.autograd.set_multithreading_enabled(False))
-            stack.enter_context(torch.cuda.stream(stream))
-            if default.type != "cpu":
-                stack.enter_context(default)
-            for kind, dtype, cache in autocasts:
-                stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=cache))
-            yield
-
-    return modes

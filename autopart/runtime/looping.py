@@ -125,12 +125,11 @@ class LoopWorld(World):
         `keep` versions of the weights beside the one that it makes stay; `delay` is how many steps ago the forward was.
         """
         versions = self.versions[stage]
+        units = [self.states.units[name] for name in sorted(versions.trained)]
         gradients = {
             parameter.target: grad
-            for name in sorted(versions.trained)
-            for parameter, grad in zip(
-                self.states.units[name].parameters, self.states.take(self.states.units[name]), strict=True
-            )
+            for unit in units
+            for parameter, grad in zip(unit.parameters, self.states.take(unit), strict=True)
             if grad is not None
         }
         start = time.perf_counter()
@@ -141,10 +140,7 @@ class LoopWorld(World):
         self, parts: Sequence[torch.Tensor], *, shape: tuple[int, ...], dtype: torch.dtype
     ) -> Pending[torch.Tensor]:
         """Begin to sum over microbatches and over the whole world; nobody waits for it yet."""
-        total = torch.zeros(shape, dtype=dtype, device=self.transport.device)
-        for part in parts:
-            total = total + part
-        return self.transport.begin_all_reduce(total, tuple(range(self.mesh.size)))
+        return self.transport.begin_all_reduce(self._added(parts, shape, dtype), tuple(range(self.mesh.size)))
 
     def run(self, part: Callable[[LoopWorld, Batches], T]) -> T:
         """Call a function of the text, outside of the modes of the moment; a failure is told to the other ranks."""

@@ -14,7 +14,7 @@ import torch
 from autopart.ir.elements import Elements
 from autopart.ir.mesh import Mesh
 from autopart.ir.state import Parameter, State, Unit
-from autopart.runtime.flat import flat, unflat
+from autopart.runtime.flat import flat, flat_padded, unflat
 from autopart.runtime.parts import Slot
 
 
@@ -53,8 +53,9 @@ class States:
 
     def packed(self, units: Sequence[Unit]) -> torch.Tensor:
         """This rank's parts of some units, flat, those of each padded."""
-        each = [flat((self.parts[p.target] for p in unit.parameters), unit.padded(self.degree)) for unit in units]
-        return each[0] if len(each) == 1 else torch.cat(each)
+        return flat_padded(
+            ([self.parts[p.target] for p in unit.parameters], unit.padded(self.degree)) for unit in units
+        )
 
     def unpacked(self, units: Sequence[Unit], gathered: torch.Tensor) -> list[tuple[torch.Tensor, ...]]:
         """Whole parameters of each unit out of every data rank's packed parts."""
@@ -77,17 +78,18 @@ class States:
     def scattered(self, units: Sequence[Unit], grads: Sequence[Sequence[torch.Tensor | None]]) -> torch.Tensor:
         """Whole gradients of some units in wire layout: packed parts of all data ranks, one rank after the other."""
         device = self.parts[units[0].parameters[0].target].device
-
-        def part(unit: Unit, own: Sequence[torch.Tensor | None], rank: int) -> torch.Tensor:
-            whole = (
-                torch.zeros(p.shape, dtype=p.dtype, device=device) if g is None else g
+        whole = [
+            [
+                (p, torch.zeros(p.shape, dtype=p.dtype, device=device) if g is None else g)
                 for p, g in zip(unit.parameters, own, strict=True)
-            )
-            cuts = (cut(unit, p, t, rank, self.degree) for p, t in zip(unit.parameters, whole, strict=True))
-            return flat(cuts, unit.padded(self.degree))
-
-        each = list(zip(units, grads, strict=True))
-        return torch.cat([part(unit, own, rank) for rank in range(self.degree) for unit, own in each])
+            ]
+            for unit, own in zip(units, grads, strict=True)
+        ]
+        return flat_padded(
+            ([cut(unit, p, tensor, rank, self.degree) for p, tensor in own], unit.padded(self.degree))
+            for rank in range(self.degree)
+            for unit, own in zip(units, whole, strict=True)
+        )
 
     def add_parts(self, units: Sequence[Unit], joined: torch.Tensor) -> None:
         """Add this rank's gradient parts of some units, out of its reduced piece, to those of the step."""

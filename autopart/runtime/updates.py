@@ -58,7 +58,7 @@ class Updates:
         places = [parameter.data_ptr() for parameter, _ in mine.values()]
         with self._lent(groups, mine.values()):
             self.optimizer.step()
-        self._check(groups, before, places == [parameter.data_ptr() for parameter, _ in mine.values()])
+        self._check(groups, before, in_place=places == [parameter.data_ptr() for parameter, _ in mine.values()])
 
     @contextlib.contextmanager
     def _lent(self, groups: list[Group], graded: Collection[tuple[torch.Tensor, torch.Tensor]]) -> Iterator[None]:
@@ -74,7 +74,9 @@ class Updates:
             for (parameter, _), theirs in zip(graded, grads, strict=True):
                 parameter.grad = theirs
 
-    def predicted(self, number: int, names: Sequence[str], weights: Sequence[torch.Tensor], delay: int) -> list[Any]:
+    def predicted(
+        self, number: int, names: Sequence[str], weights: Sequence[torch.Tensor], delay: int
+    ) -> list[torch.Tensor]:
         """The weights as linear prediction sees them `delay` steps later: ``w - lr * delay * v``, v the momentum."""
         if not self.compensates:
             return list(weights)
@@ -94,7 +96,7 @@ class Updates:
             if params := [parameter for parameter in group["params"] if id(parameter) in mine]:
                 yield group, params
 
-    def _check(self, groups: Sequence[Group], before: Sequence[Group], *there: bool) -> None:
+    def _check(self, groups: Sequence[Group], before: Sequence[Group], *, in_place: bool) -> None:
         name = type(self.optimizer).__name__
         for group, old in zip(groups, before, strict=True):
             if changed := [key for key in group if key != "params" and group[key] is not old.get(key)]:
@@ -102,7 +104,7 @@ class Updates:
                     f"optimizer: {name} changes {changed[0]!r} of its groups when it steps, but here each stage steps "
                     "on its own; use an optimizer that keeps its state by parameter, such as SGD or AdamW"
                 )
-        if not all(there):
+        if not in_place:
             raise RuntimeError(f"optimizer: {name} replaces the data of parameters; use one that updates them in place")
 
 

@@ -12,7 +12,7 @@ import torch
 
 from autopart.ir.mesh import Mesh
 from autopart.ir.traffic import Split, chunk, owned
-from autopart.runtime.flat import flat
+from autopart.runtime.flat import flat_padded
 from autopart.runtime.transport import Transport
 
 
@@ -68,7 +68,7 @@ class ValueCollectives:
         after: Split = (dim, outer, tuple(pieces))
         size = chunk(tuple(shape), before, after)
         sent, taken = owned(shape[from_dim], before), owned(shape[dim], after)
-        whole = torch.cat([flat([_for(x, sent[place], to, before, after)], size) for to in taken])
+        whole = flat_padded(([_for(x, sent[place], to, before, after)], size) for to in taken)
         every = self.transport.all_to_all(whole, group).view(len(group), size)
         shape[dim] = len(taken[place])
         made = x.new_empty(shape)

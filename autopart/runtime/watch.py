@@ -65,7 +65,7 @@ class Watch:
         sys.excepthook = self._hook
         atexit.register(self._leave)
 
-    def fail(self, error: BaseException) -> bool:
+    def fail(self) -> bool:
         """Claim that this rank is the root cause. False if another rank was first."""
         return self._claim(f"rank {self.rank} failed") in (None, f"rank {self.rank} failed")
 
@@ -161,7 +161,7 @@ class Watch:
             self._deadline()
             if _is_contact(error):
                 self.settle()
-            if not self.fail(error):
+            if not self.fail():
                 self._end(self._cause() or "another rank failed")
         self._previous_hook(kind, error, trace)
 

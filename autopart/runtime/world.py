@@ -177,10 +177,8 @@ class World(ValueCollectives):
         if len(group) == 1:
             return
         each = [self.states.take_filled(self.states.units[name]) for name in names]
-        whole, shapes = (
-            flat(tensor for tensors in each for tensor in tensors),
-            [[tensor.shape for tensor in tensors] for tensors in each],
-        )
+        shapes = [[tensor.shape for tensor in tensors] for tensors in each]
+        whole = flat(tensor for tensors in each for tensor in tensors)
         begun = self.transport.begin_all_reduce(whole, group)
 
         def finish() -> None:
@@ -281,10 +279,14 @@ class World(ValueCollectives):
     def total(self, parts: Sequence[torch.Tensor], *, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """The sum over microbatches and over the whole world, on every rank."""
         self.end()
+        total = self._added(parts, shape, dtype)
+        self.transport.all_reduce(total, tuple(range(self.mesh.size)))
+        return total
+
+    def _added(self, parts: Sequence[torch.Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         total = torch.zeros(shape, dtype=dtype, device=self.transport.device)
         for part in parts:
             total = total + part
-        self.transport.all_reduce(total, tuple(range(self.mesh.size)))
         return total
 
     def joined(self, parts: Mapping[int, torch.Tensor], *, dim: int | None) -> torch.Tensor:

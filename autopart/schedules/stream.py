@@ -43,7 +43,7 @@ class Stream:
     @property
     def delay(self) -> tuple[int, ...]:
         """By stage, the steps between a forward and its backward for which the optimizer is to make up, if any."""
-        return self.ahead if self.name.partition("(")[0] == "pb" else (0,) * len(self.ahead)
+        return self.ahead if compensates(self.name) else (0,) * len(self.ahead)
 
     @property
     def lag(self) -> int:
@@ -156,6 +156,11 @@ def fits(plan: Plan, schedule: str, batch: int) -> bool:
         trained = make(schedule, ranks=ranks, microbatches=batch)
         return isinstance(found, Filled) and found.trained.table == trained.table
     return spelled(plan.schedule, ranks, plan.microbatches) == (schedule, batch)
+
+
+def compensates(text: str) -> bool:
+    """Whether the optimizer may make up for the delays of a schedule by this name."""
+    return text.partition("(")[0].strip() == "pb"
 
 
 def overlaps(text: str) -> bool:
