@@ -202,8 +202,8 @@ def parallelize(
     rank order. `schedule` is a name, with options such as ``"interleaved(chunks=3)"``, a Schedule, or a CSV of actions,
     a line a pipeline rank; it says how many of the `stages` a rank holds. "auto" is the one that is predicted to be
     fastest of those that fit. `memory` is the limit per device, such as ``"16GiB"``. `recompute` says what the backward
-    computes again instead of keeping it: modules by name, or True for all; by default everything if nothing fits
-    otherwise, False for never. A `mesh` with an axis ``tp``, ``cp`` or ``ep`` splits the tensors inside layers;
+    computes again instead of keeping it: modules by name, or True for all; by default what has to be for a stage
+    to fit, False for nothing. A `mesh` with an axis ``tp``, ``cp`` or ``ep`` splits the tensors inside layers;
     `placement` may then pin parameters there, such as ``{"*.up.weight": {"tp": autopart.Shard(0)}}``. What the model
     puts into ``torch.utils.checkpoint`` is recomputed in any case.
     `semantics` is "exact" (the whole batch on one device; what couples its samples is refused) or "accumulate" (a
