@@ -23,15 +23,7 @@ from autopart.solver.place import TIE, place
 from autopart.solver.tensor import layout_of
 from autopart.testing import assert_parity
 from tests.axis_models import EXPERTS, LONG, NEAR, WIDTH, made, program
-
-
-def axes(**sizes: int) -> tuple[tuple[str, int], ...]:
-    return tuple(sizes.items())
-
-
-def soak(*values: Any) -> Any:
-    return pytest.param(*values, marks=pytest.mark.soak)
-
+from tests.tensor_axis import axes, soak
 
 SPANS = (7, 11), (8, 18), (7, 11), (-9, -4)
 """Powers of ten among which FLOP/s, bytes/s of memory and of links, and seconds a message are drawn."""

@@ -230,7 +230,9 @@ SAMPLES: dict[str, Callable[[], Sample]] = {
 }
 
 
-@pytest.mark.parametrize("name", SAMPLES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.soak] if name == "llama" else []) for name in SAMPLES]
+)
 def test_saved_bytes_are_those_of_the_storages_that_are_kept(name: str) -> None:
     module, call, found = segmented(SAMPLES[name]())
     predicted = costs(found)

@@ -12,23 +12,13 @@ from autopart.api.tensor import exchanged
 from autopart.codegen.exchange import exchanges
 from autopart.codegen.shapes import Bodies
 from autopart.errors import VerificationError
-from autopart.ir.program import Program
 from autopart.passes.costs import costs
 from autopart.passes.verify import verify
 from autopart.passes.verify_between import collectives
 from autopart.passes.verify_texts import read as read_text
 from autopart.solver.timing import segment_seconds
 from tests.tensor_axis import CHEAP, axes, program
-
-
-def edited(whole: Program, ranks: Sequence[int], old: str, new: str, count: int = 1) -> Program:
-    texts = []
-    for rank in whole.ranks:
-        assert old in rank.source
-        source = rank.source.replace(old, new, count) if rank.rank in ranks else rank.source
-        texts.append(replace(rank, source=source))
-    return replace(whole, ranks=tuple(texts))
-
+from tests.test_verify import edited, refused
 
 SUM = 'addmm_1_sum = world.all_reduce_values(addmm_1, axis="tp", how="sum")'
 
@@ -53,10 +43,7 @@ SUM = 'addmm_1_sum = world.all_reduce_values(addmm_1, axis="tp", how="sum")'
 def test_a_collective_that_is_missing_or_wrong_is_noticed(
     ranks: Sequence[int], old: str, new: str, message: str
 ) -> None:
-    whole = program("gpt", axes(tp=2))
-    assert verify(whole)
-    with pytest.raises(VerificationError, match=message):
-        verify(edited(whole, ranks, old, new))
+    refused(program("gpt", axes(tp=2)), {rank: [(old, new)] for rank in ranks}, message)
 
 
 def test_the_order_of_collectives_is_that_of_the_graph() -> None:
@@ -84,7 +71,7 @@ def test_the_order_of_collectives_is_that_of_the_graph() -> None:
 )
 def test_places_that_do_not_meet_are_noticed(old: str, new: str, message: str) -> None:
     """By what they do together alone, whatever their graphs say."""
-    wrong = edited(program("gpt", axes(tp=2)), (1,), old, new)
+    wrong = edited(program("gpt", axes(tp=2)), {1: [(old, new)]})
     texts = [read_text(wrong, rank, wrong.plan.batch, Bodies()) for rank in range(2)]
     with pytest.raises(VerificationError, match=message):
         collectives(texts)
@@ -102,7 +89,7 @@ def test_the_text_of_another_place_is_noticed() -> None:
     """Uneven places: the first one's text computes with its own pieces."""
     whole = program("mlp", axes(tp=3), CHEAP)
     text = whole.ranks[0].source.replace("RANK, MESH = 0", "RANK, MESH = 2")
-    with pytest.raises(VerificationError, match=r"rule (outputs|values|text): rank 2"):
+    with pytest.raises(VerificationError, match=r"rule text: rank 2, stage 0, .* action 0B0 .*is invalid for input"):
         verify(replace(whole, ranks=(*whole.ranks[:2], replace(whole.ranks[2], source=text))))
 
 

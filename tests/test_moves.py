@@ -53,7 +53,14 @@ def test_names_are_listed_as_a_person_would(names: list[str], text: str) -> None
 
 
 @pytest.mark.parametrize(
-    ("placement", "bucket"), [("fsdp", 700), ("fsdp", 2000), ("ddp", 700), ("zero1", 2000), ("zero2", 2000)]
+    ("placement", "bucket"),
+    [
+        ("fsdp", 700),
+        pytest.param("fsdp", 2000, marks=pytest.mark.soak),
+        ("ddp", 700),
+        ("zero1", 2000),
+        ("zero2", 2000),
+    ],
 )
 def test_trains_as_one_device_however_units_travel(placement: str, bucket: int) -> None:
     made = program("gpt", (("dp", 2),), placement, 2, "1f1b", bucket)

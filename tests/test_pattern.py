@@ -57,7 +57,12 @@ def tokens(batch: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randint(0, 11, (batch, length)), torch.randint(0, 11, (batch, length))
 
 
-ONE_TRACE = [("gpt", "direct"), ("llama", "direct"), ("lengths plain", "compile"), ("lengths dropout", "direct")]
+ONE_TRACE = [
+    pytest.param("gpt", "direct", marks=pytest.mark.soak),
+    ("llama", "direct"),
+    ("lengths plain", "compile"),
+    ("lengths dropout", "direct"),
+]
 
 
 @pytest.mark.parametrize(("name", "route"), ONE_TRACE)

@@ -129,13 +129,9 @@ def test_a_pinned_table_is_looked_up_in_parts() -> None:
         place(made, axis, {"tokens": Shard(0)})
 
 
-def soak(*values: object) -> object:
-    return pytest.param(*values, marks=pytest.mark.soak)
-
-
+@pytest.mark.soak
 @pytest.mark.parametrize(
-    ("name", "degree"),
-    [soak("llama", 2), soak("llama", 3), soak("llama", 4), soak("gpt2", 2), soak("gpt2", 3), soak("gpt2", 4)],
+    ("name", "degree"), [("llama", 2), ("llama", 3), ("llama", 4), ("gpt2", 2), ("gpt2", 3), ("gpt2", 4)]
 )
 def test_models_of_transformers(name: str, degree: int) -> None:
     found = placed(name, degree, FAST)

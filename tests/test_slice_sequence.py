@@ -30,6 +30,7 @@ from autopart.testing import assert_parity, reference_random
 from autopart.testing.parity import adamw, assert_close, compare, train
 from tests.launch import launch
 from tests.models import GPT, MODELS, Block
+from tests.test_copies import gradients
 from tests.test_verify import refused
 
 LENGTH = 6
@@ -192,10 +193,6 @@ def test_bytes_and_peaks_are_as_predicted(name: str, schedule: str, placement: s
         assert rank.bytes_sent == rank.predicted_bytes
         assert rank.peak_activations == rank.predicted_activations
     evaluated(model, plain, args)
-
-
-def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
 def evaluated(model: nn.Module, plain: nn.Module, args: tuple[torch.Tensor, ...]) -> None:

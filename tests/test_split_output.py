@@ -28,6 +28,7 @@ from autopart.testing import LocalWorld, assert_parity
 from autopart.testing.parity import adamw, assert_close, compare, train
 from tests.launch import launch
 from tests.models import GPT
+from tests.test_copies import gradients
 from tests.test_verify import refused
 
 CLASSES = 33
@@ -64,13 +65,13 @@ def vocab(barriers: int) -> str:
 
 
 ROWS: list[tuple[Any, ...]] = [
-    (vocab(1), 2, 4),
-    (vocab(2), 2, 4),
     (vocab(1), 4, 3),
     (vocab(2), 4, 3),
     (vocab(1), 2, 2, 2, "fsdp"),
 ]
 SOAK: list[tuple[Any, ...]] = [
+    (vocab(1), 2, 4),
+    (vocab(2), 2, 4),
     (vocab(1), 1, 2),
     (vocab(2), 4, 5),
     (vocab(2), 2, 3, 2, "zero1"),
@@ -144,7 +145,7 @@ def test_every_rank_performs_s_and_t_and_tells_the_others(barriers: int) -> None
     assert len(made.stages) == 8 and all(graphs.backward is not None for graphs in made.stages)
     report = {item.rule: item.count for item in verify(made).checked}
     assert report["work"] == 4 * 3 * 4
-    assert "all_reduce" not in made.ranks[0].source.replace("world.all_reduce", "")
+    assert not any("all_reduce" in rank.source for rank in made.ranks)
 
 
 @pytest.mark.parametrize(
@@ -173,10 +174,6 @@ def test_bytes_and_peaks_are_as_predicted(barriers: int, placement: str, tied: b
     assert_close(gradients(model), gradients(plain), 1e-9, "gradient of")
     found, expected = model.full_state_dict(), plain.state_dict()
     assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
-
-
-def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
 def evaluated(model: nn.Module, plain: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
@@ -352,7 +349,7 @@ T0 = '        with world.action("T", stage=3, microbatch=k):\n'
         pytest.param(
             [0],
             [("    world.send(sums_2_3.pop(0), stage=2, to=3, microbatch=0)\n", "    sums_2_3.pop(0)\n")],
-            "rule transfers: rank [01].*(never sends|it meets the receive)",
+            r"rule transfers: rank 0, stage 0, .*0SEND2>1 .*it meets the receive of rank 1, stage 3, .*3RECV0>2",
             id="a sum that is not told",
         ),
         pytest.param(
@@ -375,8 +372,8 @@ T0 = '        with world.action("T", stage=3, microbatch=k):\n'
         ),
         pytest.param(
             [0],
-            [('world.parameters("head@pp0")', 'world.parameters("wte")')],
-            "rule (work|text|values): rank 0",
+            [('world.parameters("head@pp0")', 'world.parameters("head@pp1")')],
+            "rule text: rank 0, stage 2, microbatch 0, action 2S0 .*is invalid for input",
             id="the rows of another rank's classes",
         ),
         pytest.param(

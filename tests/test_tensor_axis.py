@@ -45,7 +45,7 @@ PP2 = {"microbatches": 3, "schedule": "1f1b"}
 @pytest.mark.parametrize(
     ("name", "mesh", "pins"),
     [
-        ("gpt", axes(tp=2), {}),
+        soak("gpt", axes(tp=2), {}),
         soak("gpt", axes(tp=4), {"cluster": CHEAP}),
         ("gpt", axes(dp=2, tp=2), {"placement": "fsdp"}),
         ("gpt", axes(pp=2, tp=2), PP2),

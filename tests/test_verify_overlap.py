@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -31,10 +30,9 @@ def programs() -> dict[str, Program]:
     return made | {"1f1b": front.program}
 
 
-def edited(program: Program, before: str, after: str, ranks: Any = None) -> Program:
-    """The program with a line of its texts changed, which must be there."""
-    found = [before in rank.source for rank in program.ranks]
-    assert any(found)
+def edited(program: Program, before: str, after: str) -> Program:
+    """The program with a line of its texts changed wherever it is, which must be somewhere."""
+    assert any(before in rank.source for rank in program.ranks)
     return replace(
         program, ranks=tuple(replace(rank, source=rank.source.replace(before, after)) for rank in program.ranks)
     )

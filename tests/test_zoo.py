@@ -70,6 +70,7 @@ def _trained(model: Any, found: Specimen) -> Any:
     return train(model, lambda step: (args, {}), 2, lambda p: torch.optim.AdamW(p, lr=1e-2), 0.5)
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(300)
 def test_gloo_processes() -> None:
     names = ["unet-transposed", "transformer-padded"]
