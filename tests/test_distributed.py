@@ -51,6 +51,7 @@ def exercise(transport: Transport) -> dict[str, Any]:
             transport.broadcast(mine, group[-1], group)
             out[f"broadcast {group} {dtype}"] = mine
         out[f"objects {group}"] = transport.all_gather_object({"rank": transport.rank}, group)
+        out[f"numbers {group}"] = transport.all_gather_numbers((transport.rank, 2**62, -1), group)
         out[f"ordered {group}"] = transport.reduce_scatter(floats(transport.rank, 7 * len(group)), group)
     strided = made(transport.rank, 4, 3).t()
     transport.all_reduce(strided, WHOLE)
@@ -171,6 +172,7 @@ def test_collectives(outcomes: list[dict[str, Any]], group: tuple[int, ...]) -> 
             assert_same(out[f"all_gather {group} {dtype}"], torch.cat(parts))
             assert_same(out[f"broadcast {group} {dtype}"], parts[-1].reshape(2, 3))
         assert out[f"objects {group}"] == [{"rank": member} for member in group]
+        assert out[f"numbers {group}"] == [[member, 2**62, -1] for member in group]
 
 
 @pytest.mark.parametrize("group", GROUPS, ids=str)

@@ -106,6 +106,13 @@ def test_receives_come_in_the_order_in_which_they_were_begun() -> None:
     assert run_ranks(2, body)[1] == [2.0, 1.0]
 
 
+def test_a_rank_that_is_alone_runs_in_the_thread_that_asks() -> None:
+    assert run_ranks(1, lambda transport: threading.get_ident()) == [threading.get_ident()]
+    assert current_transport() is None
+    others = run_ranks(2, lambda transport: threading.get_ident())
+    assert threading.get_ident() not in others
+
+
 def test_ranks_do_not_share_what_a_collective_returns() -> None:
     def body(transport: Transport) -> torch.Tensor:
         gathered = transport.all_gather(torch.ones(1), (0, 1))

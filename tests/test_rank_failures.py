@@ -206,6 +206,6 @@ def evaluating_alone() -> str:
 def test_f070_an_evaluation_on_one_rank_alone_names_who_is_missing() -> None:
     result = launch(evaluating_alone, 2, timeout=40, check=False)
     assert all(result.codes), result
-    message = "RankFailure: rank 1: all_gather_object over (0, 1) cannot happen: rank 0 has not joined in; every rank"
+    message = "RankFailure: rank 1: all_gather_numbers over (0, 1) cannot happen: rank 0 has not joined in; every rank"
     assert message in result.outputs[1], result
     assert result.outputs[0].strip() == "rank 0 stopped because rank 1 failed", result

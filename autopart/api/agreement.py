@@ -6,7 +6,6 @@ import hashlib
 import zlib
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -48,10 +47,13 @@ def agree(transport: Transport, kind: Named, call: Call, mesh: Mesh | None, *, h
     `kind` is what a program is compiled for, `held` whether reductions wait, `known` whether there is a program for the
     call here. Without `mesh` every rank passes the whole batch, with it each data rank its own samples. Collective.
     """
-    mine: dict[str, Any] = {"kind": _digest(repr(kind)), "batch size": call.batch, "use of no_sync()": held}
-    mine |= {f"inputs' contents ({split})": sums for split, sums in _checksums(call).items()}
-    gathered = transport.all_gather_object((mine, torch.initial_seed(), known), tuple(range(transport.size)))
-    every, seed = [found for found, _, _ in gathered], int(gathered[0][1])
+    mine: dict[str, int] = {"kind": _digest(repr(kind)), "batch size": call.batch, "use of no_sync()": held}
+    mine |= {f"inputs' contents ({split})": _digest(repr(sums)) for split, sums in _checksums(call).items()}
+    seed = torch.initial_seed()  # of 64 bits
+    numbers = (*mine.values(), seed >> 32, seed & 0xFFFFFFFF, known)
+    gathered = transport.all_gather_numbers(numbers, tuple(range(transport.size)))
+    every = [dict(zip(mine, found, strict=False)) for found in gathered]
+    high, low = gathered[0][-3:-1]
     for what in mine:
         own = mesh is not None and what in ("batch size", f"inputs' contents ({_SAMPLES})")
         likes = _likes(mesh) if own and mesh is not None else [0] * transport.size
@@ -63,12 +65,12 @@ def agree(transport: Transport, kind: Named, call: Call, mesh: Mesh | None, *, h
     samples = None
     if mesh is not None:
         samples = tuple(every[mesh.rank({"dp": part})]["batch size"] for part in range(mesh.degree("dp")))
-    return Agreed(seed, samples, all(has for _, _, has in gathered))
+    return Agreed(high << 32 | low, samples, all(found[-1] for found in gathered))
 
 
 def digest(kind: Named, call: Call) -> int:
     """A number, at least 1, that differs where calls do."""
-    return 1 + int(_digest(repr((kind, call.batch, _checksums(call))))[:15], 16)
+    return 1 + _digest(repr((kind, call.batch, _checksums(call))))
 
 
 def alike(transport: Transport | None, made: Named, compiled: Callable[[], Compiled]) -> Compiled:
@@ -84,7 +86,8 @@ def alike(transport: Transport | None, made: Named, compiled: Callable[[], Compi
     except Exception as error:
         found = error
     what = type(found).__name__ if isinstance(found, Exception) else _texts(found.program)
-    _check_kind(transport, transport.all_gather_object(_digest(what), tuple(range(transport.size))), made)
+    every = transport.all_gather_numbers((_digest(what),), tuple(range(transport.size)))
+    _check_kind(transport, [mine for (mine,) in every], made)
     if isinstance(found, Exception):
         raise found
     return found
@@ -94,7 +97,7 @@ def _texts(program: Program) -> str:
     return "\n".join([program.plan.fingerprint, program.captured.call, *(rank.source for rank in program.ranks)])
 
 
-def _check_kind(transport: Transport, found: Sequence[str], named: Named) -> None:
+def _check_kind(transport: Transport, found: Sequence[int], named: Named) -> None:
     """Where the ranks found different things, gather what these are made of, and say what differs."""
     odd = next((rank for rank, each in enumerate(found) if each != found[0]), None)
     if odd is None:
@@ -125,8 +128,9 @@ def _text(value: Hashable) -> str:
     return repr(value)
 
 
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
+def _digest(text: str) -> int:
+    """A number of 60 bits."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8]) >> 4
 
 
 _SAMPLES, _SHARED = "samples", "what is not split"
@@ -137,7 +141,7 @@ def _likes(mesh: Mesh) -> list[int]:
     return [mesh.rank({"dp": mesh.coordinate(rank).get("dp", 0)}) for rank in range(mesh.size)]
 
 
-def _check_alike(what: str, found: Sequence[Any], likes: Sequence[int], rule: str) -> None:
+def _check_alike(what: str, found: Sequence[int], likes: Sequence[int], rule: str) -> None:
     for rank, like in enumerate(likes):
         if found[rank] != found[like]:
             raise ValueError(

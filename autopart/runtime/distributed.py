@@ -207,13 +207,19 @@ class ProcessTransport:
     def all_gather_object(self, item: Any, group: tuple[int, ...]) -> list[Any]:
         """Every rank's item, in group order."""
         items = [item] * len(group)
-        handle = self._handle(group)
-        if handle is not None:
-            if self._watch is not None and len(group) == self.size:
-                self._watch.arrive()
-            with self._contact(f"all_gather_object over {group}"):
+        with self._meeting("all_gather_object", group) as handle:
+            if handle is not None:
                 dist.all_gather_object(items, item, group=handle)
         return items
+
+    def all_gather_numbers(self, numbers: Sequence[int], group: tuple[int, ...]) -> list[list[int]]:
+        """Every rank's numbers, in group order."""
+        mine = torch.tensor(numbers, dtype=torch.int64, device=self.device)
+        whole = mine.repeat(len(group))
+        with self._meeting("all_gather_numbers", group) as handle:
+            if handle is not None:
+                _wait(_all_gather(whole, mine, handle))
+        return whole.view(len(group), -1).tolist()
 
     def barrier(self) -> None:
         """Wait until every rank is here."""
@@ -241,6 +247,15 @@ class ProcessTransport:
         if group not in self._groups:
             raise ValueError(f"group: {group} was not given to prepare()")
         return self._groups[group]
+
+    @contextlib.contextmanager
+    def _meeting(self, call: str, group: tuple[int, ...]) -> Iterator[dist.ProcessGroup | None]:
+        """The process group, None for this rank alone, of what ranks tell each other beside the program."""
+        handle = self._handle(group)
+        if handle is not None and self._watch is not None and len(group) == self.size:
+            self._watch.arrive()
+        with self._contact(f"{call} over {group}"):
+            yield handle
 
     @contextlib.contextmanager
     def _collective(self, kind: str, whole: int, group: tuple[int, ...]) -> Iterator[dist.ProcessGroup | None]:

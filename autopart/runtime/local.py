@@ -55,10 +55,10 @@ def run_ranks(
 ) -> list[Any]:
     """The results, in rank order, of ``fn(transport, *args)`` run once on each of `n` local ranks.
 
-    Each rank has the caller's context variables and its grad mode, autocast and default device. The world is that of
-    `standing`, where it has one already. The first failure ends every rank and is raised here once: a
-    :class:`RankFailure` as it is, any other Exception as the cause of a RankFailure that names the rank. No thread
-    outlives the call.
+    Each rank has the caller's context variables and its grad mode, autocast and default device, and a thread of its
+    own unless it is alone. The world is that of `standing`, where it has one already. The first failure ends every rank
+    and is raised here once: a :class:`RankFailure` as it is, any other Exception as the cause of a RankFailure that
+    names the rank. No thread outlives the call.
     """
     if not isinstance(n, int) or isinstance(n, bool) or n < 1:
         raise ValueError(f"n: the number of ranks must be a whole number of at least 1, not {n!r}")
@@ -79,11 +79,11 @@ def run_ranks(
             world.check()
             results[rank] = fn(transport, *args)
 
-    threads = [
-        threading.Thread(target=contextvars.copy_context().run, args=(body, rank), name=f"rank {rank}", daemon=True)
-        for rank in range(n)
-    ]
-    _run(threads, world)
+    if n == 1:  # here, where debuggers stop and whose memory the allocator uses again
+        contextvars.copy_context().run(body, 0)
+    else:
+        run = [contextvars.copy_context().run for _ in range(n)]
+        _run([threading.Thread(target=run[r], args=(body, r), name=f"rank {r}", daemon=True) for r in range(n)], world)
     world.raise_failure()
     return results
 
@@ -215,6 +215,10 @@ class LocalTransport:
         """Every rank's item, in group order, each a copy as if it came from another process."""
         parts = self._meet("all_gather_object", pickle.dumps(item), group, list)
         return [pickle.loads(part) for part in parts]
+
+    def all_gather_numbers(self, numbers: Sequence[int], group: tuple[int, ...]) -> list[list[int]]:
+        """Every rank's numbers, in group order."""
+        return [list(each) for each in self._meet("all_gather_numbers", tuple(numbers), group, list)]
 
     def barrier(self) -> None:
         """Wait until every rank is here."""

@@ -125,6 +125,9 @@ class Transport(Protocol):
     def all_gather_object(self, item: Any, group: tuple[int, ...]) -> list[Any]:
         """Every rank's (picklable, small) `item`, in group order. Not counted as traffic."""
 
+    def all_gather_numbers(self, numbers: Sequence[int], group: tuple[int, ...]) -> list[list[int]]:
+        """Every rank's `numbers` (as many on each, 63 bits), in group order, in one round. Not counted as traffic."""
+
     def barrier(self) -> None:
         """Wait until every rank is here."""
 
