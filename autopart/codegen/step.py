@@ -20,7 +20,7 @@ from autopart.codegen.stages import (
     stores_of,
     takes_tangents,
 )
-from autopart.ir.action import COMPUTE, Action, Kind, Scheduled, stages_of
+from autopart.ir.action import Action, Kind, Scheduled, stages_of
 from autopart.ir.graph import Output, Size, Value
 from autopart.ir.staged import Staged, averaged
 
@@ -325,7 +325,8 @@ def _results(staged: Staged, stages: Sequence[int], wanted: Iterable[Output]) ->
 
 def _phases(staged: Staged, row: Sequence[Action]) -> str:
     """The row in a line: how many forwards and backwards come before, during and after their taking turns."""
-    kinds = "".join(a.kind for a in row if a.kind in COMPUTE and not staged.is_lookup(a.stage))
+    own = (a.kind for a in row if not staged.is_lookup(a.stage))
+    kinds = "".join(kind for kind in own if kind in (Kind.F, Kind.B, Kind.I, Kind.W))
     if "W" in kinds:
         told = {"F": "forward", "B": "whole backward", "I": "backward for inputs", "W": "backward for weights"}
         parts = [_counted(kinds.count(kind), name) for kind, name in told.items() if kind in kinds]

@@ -71,16 +71,21 @@ def split_input(sharded: Sharded, stages: Stages) -> Looked:
         values=_replaced(first.values, passing.looked, passing.pieces),
         backward_outputs=_replaced(first.backward_outputs, passing.gradient, passing.gradients),
     )
+    numbered = tuple(replace(part, body=number + rank) for rank, part in enumerate(parts))
+    stages = ((joined, *rest), *map(tuple, others))
     whole = replace(
-        segmented, bodies=(*segmented.bodies, *bodies), made=(*segmented.made, *passing.made()), lookup=False
+        segmented,
+        bodies=(*segmented.bodies, *bodies),
+        segments=(*(segment for row in stages for segment in row), *numbered),
+        made=(*segmented.made, *passing.made()),
+        lookup=False,
     )
     between = {**sharded.between, **{v.name: sharded.between[passing.looked] for v in passing.made()}}
     made = replace(sharded, segmented=whole, between=between, inside=(*sharded.inside, *({} for _ in bodies)))
-    numbered = tuple(replace(part, body=number + rank) for rank, part in enumerate(parts))
     parameters = {
         part_name(target, rank): _parameter(target, table, cut.dim, rank, degree) for rank in range(degree)
     }
-    return Looked(made, ((joined, *rest), *map(tuple, others)), numbered, parameters)
+    return Looked(made, stages, numbered, parameters)
 
 
 def tied(segmented: Segmented) -> bool:
@@ -117,7 +122,7 @@ def _replaced(names: Sequence[str], name: str, values: Sequence[Value]) -> tuple
 class _Passing:
     """What is looked up and its gradient, by name ("" without one), and what each part makes and is given of them.
 
-    By columns these are `cuts` of the last dim, else sums, and the one gradient for all parts.
+    By columns these are the `cuts` of the last dim; else terms of a sum, and one gradient for all parts.
     """
 
     looked: str
@@ -140,14 +145,15 @@ class _Passing:
                 Value(name, local_shape(whole.shape, how, degree, rank), whole.dtype) for rank, name in enumerate(names)
             )
 
-        gradients = () if not gradient else made("d_") if cut.dim else (values[gradient],)
+        whole_gradient = () if cut.dim or not gradient else (replace(whole, name=fresh(f"d_{lookup.name}", known)),)
+        gradients = made("d_") if cut.dim and gradient else whole_gradient
         width = whole.at(1)[-1]
         cuts = tuple(span(width, 1, 1, degree, rank) for rank in range(degree)) if cut.dim else ()
         return cls(looked, gradient, made(""), gradients, cuts)
 
     def made(self) -> tuple[Value, ...]:
-        """Those that are not in the whole graph."""
-        return (*self.pieces, *(value for value in self.gradients if value.name != self.gradient))
+        """All of them, which are not in the whole graph."""
+        return (*self.pieces, *self.gradients)
 
     def taken(self, rank: int) -> tuple[str, ...]:
         """The gradient that a part is given."""
@@ -254,12 +260,12 @@ def _joined(like: Node, pieces: Sequence[Value], whole: Value, used: set[str], *
 
 
 def _parted(backward: Function, at: int, passing: _Passing, pieces: Sequence[Value]) -> Function:
-    """The backward that hands on the gradient number `at` as its pieces; as it is, if there are none."""
+    """The backward that hands on the gradient number `at` as its pieces."""
     alias = next(node for node in backward.nodes if backward.outputs[at] in node.names())
     nodes = [node for node in backward.nodes if node is not alias]
     (source,), last = alias.refs(), len(pieces[0].shape) - 1
     if not passing.cuts:
-        pieces = [replace(pieces[0], name=source)]
+        pieces = [replace(pieces[0], name=source)]  # as it is, for all parts
     else:
         each = zip(pieces, passing.cuts, strict=True)
         nodes += [made_by(alias, aten.slice.Tensor, (Ref(source), last, *cut), piece) for piece, cut in each]
