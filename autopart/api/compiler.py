@@ -48,7 +48,7 @@ from autopart.passes.slice_sequence import slice_sequence
 from autopart.passes.slices import least_samples
 from autopart.passes.split import split
 from autopart.passes.split_backward import split_backward
-from autopart.passes.split_input import most_parts
+from autopart.passes.split_input import can_split
 from autopart.passes.unruled import unruled
 from autopart.passes.verify import verify
 from autopart.schedules.spell import AUTO, splits_output
@@ -169,7 +169,7 @@ def _in_parts(captured: Captured, wanted: Sequence[str], batch: int | None, inpu
     """The plan with the output layer split over the pipeline ranks, and the input embedding too where it can be."""
     segmented = segment(captured, cuts=(*wanted, OUTPUT, INPUT))
     chosen = _best(segmented, batch or captured.batch, _fitting(captured, pins))
-    if chosen.lookup and chosen.mesh.degree("pp") > most_parts(segmented):
+    if chosen.lookup and not can_split(segmented, chosen.mesh.degree("pp"), chosen.stages[0].segments):
         return solve(segment(captured, cuts=(*wanted, OUTPUT)), batch=batch, inputs=inputs, **pins)
     return _counted_on(segmented, chosen, inputs)
 

@@ -13,8 +13,8 @@ class Kind(StrEnum):
 
     S and T are the two parts of an output layer that is split over all ranks, which perform them together: S the logits
     and the statistics of the softmax, T what needs those of all ranks. E and D are those of an input embedding that is
-    split so: E looks up what the first stage then begins with, D makes the table's gradient. OPT is the stage's optimizer step inside the
-    table; its `microbatch` is the number of the step.
+    split so: E looks up what the first stage then begins with, D makes the table's gradient. OPT is the stage's
+    optimizer step inside the table; its `microbatch` is the number of the step.
     """
 
     F = "F"  # forward

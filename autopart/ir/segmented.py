@@ -148,8 +148,8 @@ class Segmented:
 
     Where a mesh axis splits the tensors inside segments, the bodies are those of one place of it, and `here` says which
     that is; `captured` is the whole step all the same.
-    `made` are values that pass between segments and are not in that graph: those of layers in parts. `lookup`: the first
-    segment is the lookup in the input embedding, which can be split.
+    `made` are values that pass between segments and are not in that graph: those of layers in parts. `lookup` says that
+    the first segment is the lookup in the input embedding, to be split.
     """
 
     captured: Captured

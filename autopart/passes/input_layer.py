@@ -6,7 +6,7 @@ after:  wte.lookup: looked = embedding(table, ids)       wte.lookup: d_table = e
 
 So `passes.split_input` can split it over the pipeline ranks: each has its part of the table, and what it looks up there
 goes to the first stage. Nothing is taken out where the table is also used otherwise than as the weight of the output
-layer, or tokens depend on more than what the caller passes: then it stays whole, on the first rank.
+layer, or tokens depend on more than what the caller passes: then it stays whole, on the rank of its stage.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ class Lookup:
     gradient: Node | None
 
 
-def take_out(captured: Captured, names: list[str], home: Mapping[str, int]) -> tuple[Captured, list[str], dict[str, int]]:
+def take_out(
+    captured: Captured, names: list[str], home: Mapping[str, int]
+) -> tuple[Captured, list[str], dict[str, int]]:
     """The step whose first segment is the lookup alone, the segments' names, and the segment of every value.
 
     All is as it was where there is none that can be split: then there are as many names as before.
@@ -41,18 +43,21 @@ def take_out(captured: Captured, names: list[str], home: Mapping[str, int]) -> t
     found = lookup(captured, home)
     if found is None:
         return captured, names, dict(home)
-    name = f"{names[0]}.lookup"
-    while name in names:
-        name += "@1"
-    writer = _Writer(captured, found)
+    at = home[found.node.names()[0]]
+    name = fresh(f"{names[at]}.lookup", names)
+    writer = _Writer(captured, found, at + 1)
     nodes = writer.nodes()
     moved = {value: number + 1 for value, number in home.items()} | writer.homes
     return replace(captured, nodes=nodes), [name, *names], moved
 
 
 def lookup(captured: Captured, home: Mapping[str, int]) -> Lookup | None:
-    """That in the largest table, of those in the first segment that can be split."""
-    embeddings = (n for n in captured.nodes if n.aten == "embedding" and not n.backward and home[n.names()[0]] == 0)
+    """That in the largest table, of those that can be split and come before what else parameters are used for."""
+    forward = [node for node in captured.nodes if not node.backward]
+    parameters = {item.value.name for item in captured.of_kind("parameter")}
+    reads = [node for node in forward if not parameters.isdisjoint(node.refs())]
+    front = min((home[node.names()[0]] for node in reads if node.aten != "embedding"), default=0)
+    embeddings = (node for node in reads if node.aten == "embedding" and home[node.names()[0]] <= front)
     found = [each for node in embeddings if (each := _lookup(captured, node, home)) is not None]
     return max(found, key=lambda each: each.table.value.nbytes(1), default=None)
 
@@ -72,8 +77,8 @@ def _lookup(captured: Captured, node: Node, home: Mapping[str, int]) -> Lookup |
     if any(item.kind not in ("input", "buffer", "constant") or item.target in updated for item in given):
         return None
     last = max(home.values())
-    users = [home[n.names()[0]] for n in captured.nodes if table.value.name in n.refs() and n is not node]
-    if last == 0 or {*users} - {last}:
+    users = [n for n in captured.nodes if table.value.name in n.refs() and n is not node]
+    if last == 0 or any(home[n.names()[0]] != last or n.aten == "embedding" for n in users):
         return None
     if not captured.training or not table.requires_grad:
         return Lookup(node, table, indices, None)
@@ -86,10 +91,13 @@ def _lookup(captured: Captured, node: Node, home: Mapping[str, int]) -> Lookup |
 
 
 class _Writer:
-    """Writes the step's nodes with a lookup apart; `homes` has the segments of what is new, or elsewhere now."""
+    """Writes the step's nodes with a lookup apart; `homes` has the segments of what is new, or elsewhere now.
 
-    def __init__(self, captured: Captured, found: Lookup) -> None:
-        self.captured, self.found = captured, found
+    `user` is the segment that the lookup was in, and that goes on with what it makes.
+    """
+
+    def __init__(self, captured: Captured, found: Lookup, user: int) -> None:
+        self.captured, self.found, self.user = captured, found, user
         self.values = {value.name: value for value in captured.values()}
         self.used = {*self.values}
         self.homes: dict[str, int] = {}
@@ -119,11 +127,11 @@ class _Writer:
         yield from (each.renamed(self.copies) for each in self.found.indices)
         yield replace(node, outs=(looked,)).renamed(self.copies)
         yield self._alias(node, looked.name, self.values[out])
-        self.homes[out] = 1
+        self.homes[out] = self.user
 
     def _graded(self, node: Node) -> Iterable[Node]:
         given = node.refs()[0]
-        out = replace(self.values[given], name=self._fresh("d_looked_up", 1))
+        out = replace(self.values[given], name=self._fresh("d_looked_up", self.user))
         yield self._alias(node, given, out)
         yield replace(node, args=(Ref(out.name), *node.args[1:])).renamed(self.copies)
         self.homes[node.names()[0]] = 0

@@ -18,7 +18,7 @@ from autopart.ir.staged import Staged
 from autopart.ir.state import Unit
 from autopart.passes.overlap import check_loop
 from autopart.schedules import placed
-from autopart.schedules.lookups import with_lookups
+from autopart.schedules.lookups import looking_up
 from autopart.schedules.spell import AUTO, is_table
 from autopart.schedules.stream import overlaps, stream_of, table_of
 
@@ -79,12 +79,7 @@ def built(plan: Plan, *, training: bool = True) -> Schedule:
         made = schedules.make(plan.schedule, ranks=plan.mesh.degree("pp"), microbatches=plan.microbatches)
     else:
         made = placed.forwards(plan.place, plan.microbatches, plan.barriers)
-    if made.looks_up and not plan.lookup:
-        raise ValueError(
-            "schedule: its table has E and D, of an input embedding that is split over the pipeline ranks, but the plan "
-            "has the model's whole, on the first rank; leave them out: they are put in where it can be split"
-        )
-    return with_lookups(made) if plan.lookup and not made.looks_up else made
+    return looking_up(made, wanted=plan.lookup)
 
 
 def _told(places: Sequence[tuple[int, ...]]) -> str:

@@ -1,4 +1,4 @@
-"""split_input: stages -> stages. The lookup in the input embedding, at the beginning of the first stage, over all ranks.
+"""split_input: stages -> stages. The lookup in the input embedding, at the start of the first stage, over all ranks.
 
 before: stage 0: wte.lookup wte h.0   stage 1: h.1
 after:  stage 0: wte h.0              stage 1: h.1        and on each rank a part: wte.lookup@pp0, wte.lookup@pp1
@@ -22,7 +22,7 @@ from autopart.errors import CaptureError
 from autopart.ir.graph import Node, Ref, Value
 from autopart.ir.names import fresh
 from autopart.ir.placed import PlacedBody, PlacedFunction, Strategy
-from autopart.ir.placement import Replicate, Shard
+from autopart.ir.placement import Replicate, Shard, TensorPlacement
 from autopart.ir.segmented import Body, Function, Segment, Segmented, defined
 from autopart.ir.sharded import Sharded
 from autopart.ir.state import Parameter, Piece
@@ -49,16 +49,18 @@ class Looked:
 def split_input(sharded: Sharded, stages: Stages) -> Looked:
     """The stages, a rank each, with the first segment, the lookup, split over them.
 
-    Raises CaptureError where the table is too small for that.
+    Raises CaptureError where it cannot be (`can_split`).
     """
     segmented, degree = sharded.segmented, len(stages)
-    (lookup, first, *rest), *others = stages
+    (lookup, *own), *others = stages
     (target,), table, cut = lookup.parameters, _table(segmented), Shard(0 if tied(segmented) else 1)
-    if most_parts(segmented) < degree:
+    if not can_split(segmented, degree, [segment.name for segment in own]):
         raise CaptureError(
-            f"the input embedding {target} is split over the pipeline ranks by dim {cut.dim}, and of shape "
-            f"{list(table.at(1))} it has nothing for some of the {degree}; plan for fewer pipeline ranks"
+            f"the input embedding {target}, of shape {list(table.at(1))}, cannot be split over {degree} pipeline ranks "
+            f"by dim {cut.dim}, for the first stage to begin with; plan again, for as many ranks and these stages"
         )
+    at = [segment.name for segment in own].index(_user(segmented).name)
+    first = own[at]
     passing = _Passing.of(segmented, lookup, cut, degree)
     placed = _placed(segmented.bodies[lookup.body], cut, degree)
     parts = [_part(lookup, target, passing, rank) for rank in range(degree)]
@@ -72,7 +74,7 @@ def split_input(sharded: Sharded, stages: Stages) -> Looked:
         backward_outputs=_replaced(first.backward_outputs, passing.gradient, passing.gradients),
     )
     numbered = tuple(replace(part, body=number + rank) for rank, part in enumerate(parts))
-    stages = ((joined, *rest), *map(tuple, others))
+    stages = ((*own[:at], joined, *own[at + 1 :]), *map(tuple, others))
     whole = replace(
         segmented,
         bodies=(*segmented.bodies, *bodies),
@@ -82,9 +84,7 @@ def split_input(sharded: Sharded, stages: Stages) -> Looked:
     )
     between = {**sharded.between, **{v.name: sharded.between[passing.looked] for v in passing.made()}}
     made = replace(sharded, segmented=whole, between=between, inside=(*sharded.inside, *({} for _ in bodies)))
-    parameters = {
-        part_name(target, rank): _parameter(target, table, cut.dim, rank, degree) for rank in range(degree)
-    }
+    parameters = {part_name(target, rank): _parameter(target, table, cut.dim, rank, degree) for rank in range(degree)}
     return Looked(made, stages, numbered, parameters)
 
 
@@ -94,9 +94,14 @@ def tied(segmented: Segmented) -> bool:
     return any({*lookup.parameters} & {*segment.parameters} for segment in others)
 
 
-def most_parts(segmented: Segmented) -> int:
-    """How many parts there can be of that table: its rows, or its columns."""
-    return _table(segmented).at(1)[0 if tied(segmented) else 1]
+def can_split(segmented: Segmented, ranks: int, stage: Sequence[str]) -> bool:
+    """Whether there is a part of that table for each rank, and the segment that goes on from it is on the stage."""
+    return _table(segmented).at(1)[0 if tied(segmented) else 1] >= ranks and _user(segmented).name in stage
+
+
+def _user(segmented: Segmented) -> Segment:
+    lookup, *others = segmented.segments
+    return next(segment for segment in others if lookup.outputs[0] in segment.values)
 
 
 def _table(segmented: Segmented) -> Value:
@@ -188,7 +193,7 @@ def _placed(body: Body, cut: Shard, degree: int) -> PlacedBody:
 def _with(function: Function, name: str, cut: Shard, degree: int) -> PlacedFunction:
     """The function with the node that reads, or makes, the value `name` cut so, and with all others whole."""
     values, chosen = defined(function), list[Strategy]()
-    places = {value.name: (cut if value.name == name else Replicate()) for value in function.inputs}
+    places: dict[str, TensorPlacement] = {v.name: cut if v.name == name else Replicate() for v in function.inputs}
     for node in function.nodes:
         ruled = Ruled.of(node, values)
         found = next((split(ruled, each, degree) for each in ruled.cut_for(name, cut, degree)), None)

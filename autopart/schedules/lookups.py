@@ -44,6 +44,19 @@ def with_lookups(schedule: Schedule) -> Schedule:
     return replace(schedule, table=table)
 
 
+def looking_up(schedule: Schedule, *, wanted: bool) -> Schedule:
+    """The schedule with lookups, put in if need be, where they are wanted.
+
+    Raises ValueError for one that has some, of its own, where they are not.
+    """
+    if schedule.looks_up and not wanted:
+        raise ValueError(
+            "schedule: its table has E and D, of an input embedding that is split over the pipeline ranks, but this "
+            "model's is whole, on the first rank; leave them out: they are put in where it can be split"
+        )
+    return with_lookups(schedule) if wanted and not schedule.looks_up else schedule
+
+
 def _beside(row: Row) -> Iterator[Action]:
     """The row of stage 0: what it needs before its forward, what follows from its backward behind that."""
     for action, _ in row:
@@ -57,7 +70,7 @@ def _beside(row: Row) -> Iterator[Action]:
 def _ahead(
     row: Row, stage: int, begun: Sequence[tuple[int, float]], ended: Sequence[tuple[int, float]]
 ) -> Iterator[Action]:
-    """The row of another stage's rank, given when each microbatch's forward begins on stage 0, and when its backward ends.
+    """The row of another stage's rank, given when each microbatch's forward begins on stage 0, its backward ends.
 
     An E comes when the forward before its own begins, a D when the backward after its own has ended; the last D last.
     """

@@ -25,8 +25,8 @@ def prices(schedule: Schedule, costs: Mapping[str, Cost]) -> Price:
     A number is the time of a microbatch on a rank-share, which the stages that the rank has in the pipe divide equally;
     a sequence or mapping has the time of each stage itself. Either is of a whole microbatch, which its slices divide
     equally (an OPT belongs to none). A function is asked for the time of the very action. Where not given, B takes what
-    I and W do, a PAIR what its members do, S, T, E, D and OPT nothing; S without T is the time of both, half of it each.
-    Raises ValueError for costs that are unknown, missing, negative or not one a stage, TypeError for what is no
+    I and W do, a PAIR what its members do, S, T, E, D and OPT nothing; S without T is the time of both, half of it
+    each. Raises ValueError for costs that are unknown, missing, negative or not one a stage, TypeError for what is no
     mapping.
     """
     if not isinstance(costs, Mapping):

@@ -55,8 +55,8 @@ def check(rows: Rows, place: Sequence[int], mirrors: Places = (), barriers: int 
     """Raise VerificationError unless the rows, one a pipeline rank, match and end under all three models.
 
     ``place[stage]`` is the rank of a stage in pipe 0, ``mirrors[k][stage]`` in pipe k + 1; `barriers` is that of the
-    schedule. Every action but SEND, RECV, S, T, E and D counts as work of the rank alone. The message names the model, the
-    action at which each rank is stuck and the cycle of waits, and shows the rows with these in brackets.
+    schedule. Every action but SEND, RECV, S, T, E and D counts as work of the rank alone. The message names the model,
+    the action at which each rank is stuck and the cycle of waits, and shows the rows with these in brackets.
     """
     import networkx as nx
 

@@ -15,7 +15,7 @@ from autopart.ir.cost import SegmentCost
 from autopart.ir.mesh import Mesh
 from autopart.ir.placement import PRESETS, Placement, executable
 from autopart.ir.tensor_plan import TensorPlan
-from autopart.schedules.lookups import with_lookups
+from autopart.schedules.lookups import looking_up
 from autopart.schedules.spell import AUTO, is_table, splits_output
 from autopart.solver.counts import check_counts
 
@@ -131,7 +131,7 @@ class Request:
     def scheduled(self, text: str, ranks: int, microbatches: int) -> Schedule:
         """The schedule of a text on so many pipeline ranks; ValueError where it cannot be."""
         made = schedules.executable(schedules.make(text, ranks=ranks, microbatches=microbatches))
-        return with_lookups(made) if self.lookup is not None and not made.looks_up else made
+        return looking_up(made, wanted=self.lookup is not None)
 
     def stages_on(self, ranks: int) -> int:
         """How many stages there are on so many pipeline ranks; ValueError where the schedule cannot be on them.
