@@ -24,7 +24,7 @@ from autopart.errors import PlanInfeasible
 from autopart.ir.action import Scheduled
 from autopart.ir.captured import Captured
 from autopart.ir.mesh import pieces
-from autopart.ir.plan import OUTPUT, Plan, around
+from autopart.ir.plan import INPUT, OUTPUT, Plan, around
 from autopart.ir.program import Program
 from autopart.ir.segmented import Segmented
 from autopart.ir.sharded import Sharded
@@ -48,6 +48,7 @@ from autopart.passes.slice_sequence import slice_sequence
 from autopart.passes.slices import least_samples
 from autopart.passes.split import split
 from autopart.passes.split_backward import split_backward
+from autopart.passes.split_input import can_split
 from autopart.passes.unruled import unruled
 from autopart.passes.verify import verify
 from autopart.schedules.spell import AUTO, splits_output
@@ -73,7 +74,10 @@ def captured_step(
 def solve(segmented: Segmented, *, batch: int | None = None, inputs: str = "global", **pins: Unpack[Pins]) -> Plan:
     """solve: the plan for a segmented step, with its predictions. `batch` is the whole one, by default the call's."""
     captured = segmented.captured
-    chosen = _best(segmented, batch or captured.batch, _fitting(captured, pins))
+    return _counted_on(segmented, _best(segmented, batch or captured.batch, _fitting(captured, pins)), inputs)
+
+
+def _counted_on(segmented: Segmented, chosen: Plan, inputs: str) -> Plan:
     return predicted(segmented, replace(with_regions(chosen, segmented), inputs=inputs))
 
 
@@ -121,6 +125,7 @@ def _chosen(segmented: Segmented, batch: int, pins: Pins, decided: TensorPlan | 
         forwards_first=captured.deferred,
         fingerprint=fingerprint(captured),
         tensor=decided,
+        looks_up=segmented.lookup,
         **pins,
     )
 
@@ -131,10 +136,11 @@ def planned(captured: Captured, *, batch: int | None = None, inputs: str = "glob
     Not where tensors are split inside segments: every other cut would be another problem to solve there.
     """
     wanted = named(pins.get("stages"))
-    output = (OUTPUT,) if splits_output(pins.get("schedule")) else ()
-    whole = solve(segment(captured, cuts=(*wanted, *output)), batch=batch, inputs=inputs, **pins)
+    if splits_output(pins.get("schedule")):
+        return _in_parts(captured, wanted, batch, inputs, pins)
+    whole = solve(segment(captured, cuts=wanted), batch=batch, inputs=inputs, **pins)
     objective = pins.pop("objective", "time")
-    if wanted or output or len(whole.stages) == 1 or whole.tensor is not None or objective != "time":
+    if wanted or len(whole.stages) == 1 or whole.tensor is not None or objective != "time":
         return whole
     pins.pop("time_limit", None)
     kept: Pins = {
@@ -157,6 +163,15 @@ def planned(captured: Captured, *, batch: int | None = None, inputs: str = "glob
     where_from = whole.notes[: 4 if pins.get("schedule") == AUTO else 3]
     notes = (*where_from, *finer.notes[3:], reason(whole, finer))
     return replace(finer, notes=notes, alternatives=whole.alternatives, took=whole.took + finer.took)
+
+
+def _in_parts(captured: Captured, wanted: Sequence[str], batch: int | None, inputs: str, pins: Pins) -> Plan:
+    """The plan with the output layer split over the pipeline ranks, and the input embedding too where it can be."""
+    segmented = segment(captured, cuts=(*wanted, OUTPUT, INPUT))
+    chosen = _best(segmented, batch or captured.batch, _fitting(captured, pins))
+    if chosen.lookup and not can_split(segmented, chosen.mesh.degree("pp"), chosen.stages[0].segments):
+        return solve(segment(captured, cuts=(*wanted, OUTPUT)), batch=batch, inputs=inputs, **pins)
+    return _counted_on(segmented, chosen, inputs)
 
 
 def predicted(segmented: Segmented, plan: Plan) -> Plan:

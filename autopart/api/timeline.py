@@ -40,10 +40,11 @@ def simulate(program_or_plan: Program | Plan, cluster: Cluster | None = None) ->
     numbers = {cost.name: cost.at(plan.largest) for cost in costs(staged.segmented, exchange)}
     stages = [[numbers[segment.name] for segment in stage] for stage in staged.stages[: staged.depth]]
     seconds = [action_seconds(stage, cluster, first=False) for stage in stages]  # the graph knows which I is empty
-    if staged.parts:
-        rows = staged.stages[-staged.parts :]
-        parts = [action_seconds([numbers[segment.name] for segment in row], cluster, first=False) for row in rows]
-        seconds = [{**own, "S": part["F"], "T": part["B"]} for own, part in zip(seconds, parts, strict=True)]
+    behind = iter(staged.stages[staged.depth :])
+    for first, second, count in (("S", "T", staged.parts), ("E", "D", staged.lookups)):
+        for own, row in zip(seconds[:count], behind, strict=False):
+            part = action_seconds([numbers[segment.name] for segment in row], cluster, first=False)
+            own |= {first: part["F"], second: part["B"]}
     width = staged.width
     crossing = [e for e in staged.edges if staged.slices == 1 or e.source % width != e.target % width]
     edge = max((edge.nbytes(plan.largest) for edge in crossing), default=0)
@@ -60,7 +61,7 @@ def _of_plan(plan: Plan, cluster: Cluster | None) -> Timeline:
     if cluster is not None:
         raise ValueError("cluster: a plan has the seconds of the cluster that it was made for; simulate a program")
     seconds = plan.prediction.stage_seconds
-    inner = {"F": _THIRD, "B": 2 * _THIRD, "I": _THIRD, "W": _THIRD, "S": 0.0, "T": 0.0}
+    inner = {"F": _THIRD, "B": 2 * _THIRD, "I": _THIRD, "W": _THIRD, **dict.fromkeys("STED", 0.0)}
     first = {**inner, "I": 0.0, "W": inner["B"]}
     parts = [inner if stage else first for stage in range(len(seconds))]
     shares = [{kind: each * part[kind] for kind in part} for each, part in zip(seconds, parts, strict=True)]

@@ -124,21 +124,18 @@ class _TracedWorld:
 def stage_graphs(program: Program) -> tuple[StageGraphs, ...]:
     """The graphs of every stage (for every slice of the sequence), at the size of the batch's first microbatch.
 
-    After them come those of the parts of an output layer: S for a forward, T for a backward.
+    After them come those of the parts of an output layer, S for a forward, T for a backward, and of an input embedding.
     """
-    plan, size = program.plan, program.plan.largest
+    plan, staged, size = program.plan, program.staged, program.plan.largest
     modules: dict[tuple[str, str], torch.fx.GraphModule] = {}
     stages = []
-    for number in range(program.staged.depth):
-        source = program.ranks[plan.stages[number % program.staged.width].ranks[0]].source
-        forward = _trace(program, source, f"stage{number}_{SUFFIX[Kind.F]}", size, modules)
-        names = (f"stage{number}_{SUFFIX[kind]}" for kind in (Kind.B, Kind.I, Kind.W))
+    parts = range(len(staged.stages) - staged.parts - staged.lookups, len(staged.stages))
+    for number in (*range(staged.depth), *parts):
+        source = program.ranks[plan.stages[number % staged.width].ranks[0]].source
+        kinds = (Kind.S, Kind.T) if staged.is_part(number) else (Kind.F, Kind.B, Kind.I, Kind.W)
+        first, *names = (f"stage{number}_{SUFFIX[kind]}" for kind in kinds)
         found = (_trace(program, source, n, size, modules) if f"def {n}(" in source else None for n in names)
-        stages.append(StageGraphs(forward, *found))
-    for number, stage in enumerate(plan.stages[: program.staged.parts], program.staged.depth):
-        source = program.ranks[stage.ranks[0]].source
-        names = (f"stage{number}_{SUFFIX[kind]}" for kind in (Kind.S, Kind.T))
-        stages.append(StageGraphs(*(_trace(program, source, name, size, modules) for name in names)))
+        stages.append(StageGraphs(_trace(program, source, first, size, modules), *found))
     return tuple(stages)
 
 

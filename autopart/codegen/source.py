@@ -94,9 +94,11 @@ def _header(staged: Staged, scheduled: Scheduled, plan: Plan, rank: int, held: S
 
 
 def _copy(staged: Staged, stage: int) -> str:
-    """What a stage is in which copy of the model or slice of the sequence, or that it is a part of the output layer."""
+    """What a stage is in which copy of the model or slice of the sequence, or of which layer it is a part."""
     if staged.is_part(stage):
         return f" (this rank's part of the output layer, of {staged.parts})"
+    if staged.is_lookup(stage):
+        return f" (this rank's part of the input embedding, of {staged.lookups})"
     if staged.slices > 1:
         piece, number = divmod(stage, staged.width)
         return f" (stage {number} on slice {piece} of the sequence)"

@@ -20,7 +20,7 @@ from autopart.codegen.stages import (
     stores_of,
     takes_tangents,
 )
-from autopart.ir.action import COMPUTE, Action, Kind, Scheduled, stages_of
+from autopart.ir.action import Action, Kind, Scheduled, stages_of
 from autopart.ir.graph import Output, Size, Value
 from autopart.ir.staged import Staged, averaged
 
@@ -35,7 +35,7 @@ def step(staged: Staged, scheduled: Scheduled, column: int, degree: int, *, loca
     place, row = scheduled.schedule.place, scheduled.table[column]
     stages = stages_of(place, column)
     units = staged.state.on(column)
-    lines = ["", "", "def step(world, batch):", f'    """{_phases(row)}"""']
+    lines = ["", "", "def step(world, batch):", f'    """{_phases(staged, row)}"""']
     lines += _prologue(staged, stages, local and degree > 1)
     stale = [f'world.regather("{unit.name}", axis="dp")' for unit in units if unit.updated_in_parts(degree)]
     if stale:
@@ -136,7 +136,7 @@ def edge_name(staged: Staged, source: int, target: int) -> str:
     """The store of what a stage hands to another."""
     if staged.is_part(source) and staged.is_part(target):
         return f"sums_{source}_{target}"
-    return f"{'acts' if source < target else 'grads'}_{source}_{target}"
+    return f"{'acts' if staged.onward(source, target) else 'grads'}_{source}_{target}"
 
 
 def stores(staged: Staged, stages: Sequence[int]) -> list[str]:
@@ -323,9 +323,10 @@ def _results(staged: Staged, stages: Sequence[int], wanted: Iterable[Output]) ->
     return lines, entries
 
 
-def _phases(row: Sequence[Action]) -> str:
+def _phases(staged: Staged, row: Sequence[Action]) -> str:
     """The row in a line: how many forwards and backwards come before, during and after their taking turns."""
-    kinds = "".join(action.kind for action in row if action.kind in COMPUTE)
+    own = (a.kind for a in row if not staged.is_lookup(a.stage))
+    kinds = "".join(kind for kind in own if kind in (Kind.F, Kind.B, Kind.I, Kind.W))
     if "W" in kinds:
         told = {"F": "forward", "B": "whole backward", "I": "backward for inputs", "W": "backward for weights"}
         parts = [_counted(kinds.count(kind), name) for kind, name in told.items() if kind in kinds]

@@ -12,8 +12,9 @@ class Kind(StrEnum):
     """What an action does: compute up to OPT; SEND, RECV move one edge's values; GATHER, REDUCE are collectives.
 
     S and T are the two parts of an output layer that is split over all ranks, which perform them together: S the logits
-    and the statistics of the softmax, T what needs those of all ranks. OPT is the stage's optimizer step inside the
-    table; its `microbatch` is the number of the step.
+    and the statistics of the softmax, T what needs those of all ranks. E and D are those of an input embedding that is
+    split so: E looks up what the first stage then begins with, D makes the table's gradient. OPT is the stage's
+    optimizer step inside the table; its `microbatch` is the number of the step.
     """
 
     F = "F"  # forward
@@ -24,6 +25,8 @@ class Kind(StrEnum):
     PAIR = "PAIR"  # a forward and a full backward, of two microbatches, as one
     S = "S"
     T = "T"
+    E = "E"
+    D = "D"
     OPT = "OPT"
     SEND = "SEND"
     RECV = "RECV"
@@ -37,10 +40,13 @@ ENDS = frozenset({Kind.B, Kind.W})
 SHARED = frozenset({Kind.S, Kind.T})
 """What all ranks perform together."""
 
-COMPLETES = ENDS | {Kind.T}
-"""What makes gradients of a stage's parameters, or of its part of the output layer."""
+LOOKUPS = frozenset({Kind.E, Kind.D})
+"""What the first stage needs of all ranks, and they of it."""
 
-COMPUTE = frozenset({Kind.F, Kind.B, Kind.I, Kind.W, Kind.R, Kind.PAIR, Kind.S, Kind.T})
+COMPLETES = ENDS | {Kind.T, Kind.D}
+"""What makes gradients of a stage's parameters, or of its part of the output layer or the input embedding."""
+
+COMPUTE = frozenset({Kind.F, Kind.B, Kind.I, Kind.W, Kind.R, Kind.PAIR, Kind.S, Kind.T, Kind.E, Kind.D})
 
 _TEXT = re.compile(r"(-?\d+)([A-Z]+)(-?\d+)(?:s(\d+))?(?:p(\d+))?(?:>(\d+))?(?:@(\S+))?")
 _PAIR = re.compile(r"\(([^;]*);([^;]*)\)&")
@@ -146,8 +152,9 @@ class Schedule:
     pieces along the sequence, of `lengths` tokens, by default as even as can be. `mirrors` has the places of further
     copies of the model: pipe 0 is that of `place`, pipe k + 1 that of ``mirrors[k]``, and a microbatch travels one
     pipe. With `barriers` of 1 or 2 the output layer is split over all ranks, which then perform an S and a T for each
-    microbatch: the last stage's backward needs S of all ranks where one barrier is enough, else T. Dependencies are
-    derived from these, never stored (`schedules.dependencies`).
+    microbatch: the last stage's backward needs S of all ranks where one barrier is enough, else T. If the table has an
+    E and a D of each microbatch on each rank, the input embedding is split as well. Dependencies are derived from
+    these, never stored (`schedules.dependencies`).
     """
 
     name: str
@@ -180,6 +187,11 @@ class Schedule:
     def places(self) -> tuple[tuple[int, ...], ...]:
         """The place of each pipe."""
         return (self.place, *self.mirrors)
+
+    @property
+    def looks_up(self) -> bool:
+        """Whether the input embedding is split over the ranks."""
+        return any(action.kind is Kind.E for _, action in self.actions())
 
     def rank(self, action: Action) -> int:
         """The pp rank that performs an action."""

@@ -19,6 +19,9 @@ VERSION = 2
 OUTPUT = "<output layer>"
 """Among the cuts of a segmented model: the last segment is the product with the vocabulary and what comes after it."""
 
+INPUT = "<input embedding>"
+"""Among the cuts of a segmented model: the first segment is the lookup in the input embedding, if it can be split."""
+
 INPUTS = ("global", "local")
 """What a rank may pass to a call: the whole batch, as every other rank does, or its data rank's own samples."""
 
@@ -93,6 +96,7 @@ class Plan:
     bucket: int = BUCKET  # bytes up to which parameters and gradients of layers in a row travel together
     tensor: TensorPlan | None = None  # what is split inside segments, where the mesh has an axis for that
     barriers: int = 0  # where the last segment, the output layer, is split over the pp ranks: those of the schedule
+    lookup: bool = False  # whether the first segment, the lookup in the input embedding, is split over them too
     slices: int = 1  # the pieces into which the schedule cuts the sequence
     lengths: tuple[int, ...] = ()  # the tokens of each; without them, as even as can be
     alternatives: tuple[Alternative, ...] = ()  # the runners-up, one for each kind of choice
@@ -120,6 +124,8 @@ class Plan:
                 f"plan: an output layer split over the pipeline ranks by {self.barriers} barriers needs one stage a "
                 "rank, one copy of the model, and one barrier or two"
             )
+        if self.lookup and not self.barriers:
+            raise ValueError("plan: the input embedding is split over the pipeline ranks where the output layer is")
         if self.slices < 1 or len(self.lengths) not in (0, self.slices):
             raise ValueError(f"plan: {self.slices} slices of the sequence cannot have the lengths {self.lengths}")
         if self.slices > 1 and self.tensor is not None:
@@ -166,9 +172,9 @@ class Plan:
         """The pp rank of each stage of the first `copies` copies of the model, one copy's after the other's.
 
         Those of the slices of the sequence likewise. The parts of an output layer that is split over the pp ranks are
-        further stages.
+        further stages, and so are, after them, those of an input embedding.
         """
-        parts = tuple(range(self.mesh.degree("pp") * bool(self.barriers)))
+        parts = self.place * (bool(self.barriers) + self.lookup)
         return sum(self.mirrors[: copies - 1], self.place) * slices + parts
 
     def together(self, stage: int) -> tuple[int, ...]:
@@ -194,10 +200,10 @@ class Plan:
     def cuts(self) -> tuple[str, ...]:
         """The module names at which stages begin, but for the first; the model segmented with them has the stages.
 
-        And `OUTPUT` where the output layer is split.
+        And `OUTPUT` where the output layer is split, `INPUT` where the input embedding is.
         """
         names = tuple(stage.segments[0].split("@")[0] for stage in self.stages[1:])
-        return (*names, OUTPUT) if self.barriers else names
+        return (*names, *(OUTPUT,) * bool(self.barriers), *(INPUT,) * self.lookup)
 
     def placement_of(self, name: str) -> Placement:
         """The placement of a parameter or module by its dotted name: that of the first match (`first_match`)."""

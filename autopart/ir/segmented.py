@@ -148,7 +148,8 @@ class Segmented:
 
     Where a mesh axis splits the tensors inside segments, the bodies are those of one place of it, and `here` says which
     that is; `captured` is the whole step all the same.
-    `made` are values that pass between segments and are not in that graph: those of an output layer in parts.
+    `made` are values that pass between segments and are not in that graph: those of layers in parts. `lookup` says that
+    the first segment is the lookup in the input embedding, to be split.
     """
 
     captured: Captured
@@ -157,6 +158,7 @@ class Segmented:
     homes: tuple[int, ...]
     here: Here | None = None
     made: tuple[Value, ...] = ()
+    lookup: bool = False
 
     def values(self) -> dict[str, Value]:
         """Every value that may pass between segments, by name, in the shape that it has here."""

@@ -14,16 +14,11 @@ from autopart.ir.state import State, Unit, used_units
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """The values that stage `source` hands to `target` for each microbatch: activations upward, gradients downward."""
+    """The values that stage `source` hands to `target` for each microbatch, all activations or all gradients."""
 
     source: int
     target: int
     values: tuple[Value, ...]
-
-    @property
-    def forward(self) -> bool:
-        """Whether it carries activations."""
-        return self.source < self.target
 
     def nbytes(self, batch: int) -> int:
         """The bytes sent for a microbatch of `batch` samples."""
@@ -47,8 +42,9 @@ class Staged:
     `slices` of the sequence: of S stages, stage s of slice j is number j S + s, on the rank of stage s, whose units it
     uses; a microbatch passes all of them.
 
-    Where the output layer is split over the pipeline ranks, its `parts` are the last stages, one a rank: they have S
-    and T in place of forward and backward.
+    Where the output layer is split over the pipeline ranks, its `parts` are stages behind the others, one a rank: they
+    have S and T in place of forward and backward. Where the lookup in the input embedding is, its parts, the
+    `lookups`, are the last stages: what they make goes to the first one, which hands them its gradient.
     """
 
     sharded: Sharded
@@ -59,18 +55,31 @@ class Staged:
     copies: int = 1
     parts: int = 0
     slices: int = 1
+    lookups: int = 0
 
     @property
     def depth(self) -> int:
         """The number of stages that a microbatch passes: those of a copy of the model, in every slice.
 
-        The parts of an output layer are not among them.
+        The parts of an output layer, or of an input embedding, are not among them.
         """
-        return (len(self.stages) - self.parts) // self.copies
+        return (len(self.stages) - self.parts - self.lookups) // self.copies
 
     def is_part(self, stage: int) -> bool:
         """Whether a stage is a part of the output layer."""
-        return stage >= len(self.stages) - self.parts
+        return 0 <= stage - len(self.stages) + self.lookups + self.parts < self.parts
+
+    def is_lookup(self, stage: int) -> bool:
+        """Whether a stage is a part of the input embedding."""
+        return stage >= len(self.stages) - self.lookups
+
+    def onward(self, source: int, target: int) -> bool:
+        """Whether what one stage hands to another are activations: gradients go back."""
+        return self.is_lookup(source) or (source < target and not self.is_lookup(target))
+
+    def in_order(self, stages: Collection[int]) -> tuple[int, ...]:
+        """Some stages in the order in which a microbatch passes them forward."""
+        return tuple(sorted(stages, key=lambda stage: (not self.is_lookup(stage), stage)))
 
     @property
     def width(self) -> int:
@@ -83,8 +92,8 @@ class Staged:
         return self.sharded.segmented
 
     def copy_of(self, stage: int) -> int:
-        """The copy of the model that a stage belongs to; there is one where the output layer is in parts."""
-        return 0 if self.is_part(stage) else stage // self.depth
+        """The copy of the model that a stage belongs to; there is one where layers are in parts."""
+        return 0 if self.parts else stage // self.depth
 
     def kinds(self, stage: int) -> tuple[Kind, ...]:
         """The kinds of actions that a stage performs in a training step."""
@@ -147,11 +156,14 @@ class Staged:
 
     def into(self, stage: int, *, forward: bool) -> tuple[Edge, ...]:
         """The edges that end at a stage, in order of their source."""
-        return tuple(edge for edge in self.edges if edge.target == stage and edge.forward == forward)
+        return tuple(edge for edge in self.edges if edge.target == stage and self._onward(edge) == forward)
 
     def out_of(self, stage: int, *, forward: bool) -> tuple[Edge, ...]:
         """The edges that begin at a stage, in order of their target."""
-        return tuple(edge for edge in self.edges if edge.source == stage and edge.forward == forward)
+        return tuple(edge for edge in self.edges if edge.source == stage and self._onward(edge) == forward)
+
+    def _onward(self, edge: Edge) -> bool:
+        return self.onward(edge.source, edge.target)
 
     def part_edges(self, stage: int, kind: Kind) -> tuple[tuple[Edge, ...], tuple[Edge, ...]]:
         """The edges of a part of the output layer whose values its S, or its T, takes; and those of what it makes."""

@@ -119,10 +119,11 @@ def _kept(staged: Staged, stages: Sequence[int], batch: int, whole: bool) -> Kep
         kept.update({("edge", e.source, e.target): frozenset(at[v.name] for v in e.values) for e in edges_out})
         kept[stores_of(staged, stage, kind)[1], stage, stage] = frozenset(s for each in keeps.values() for s in each)
 
-    for stage in stages:
+    order = staged.in_order(stages)
+    for stage in order:
         at.update(_inputs(staged, stage, batch, whole))
         perform(stage, staged.kinds(stage)[0])
-    for stage in reversed(stages):
+    for stage in reversed(order):
         for kind in staged.kinds(stage)[1:]:
             if staged.enters(stage, kind):  # what comes after it keeps nothing
                 perform(stage, kind)

@@ -12,12 +12,13 @@ from dataclasses import replace
 from autopart import schedules
 from autopart.codegen.moves import moves
 from autopart.ir import plan_text
-from autopart.ir.action import COMPLETES, SHARED, Action, Kind, Schedule, Scheduled, Weights
+from autopart.ir.action import COMPLETES, LOOKUPS, SHARED, Action, Kind, Schedule, Scheduled, Weights
 from autopart.ir.plan import Plan
 from autopart.ir.staged import Staged
 from autopart.ir.state import Unit
 from autopart.passes.overlap import check_loop
 from autopart.schedules import placed
+from autopart.schedules.lookups import looking_up
 from autopart.schedules.spell import AUTO, is_table
 from autopart.schedules.stream import overlaps, stream_of, table_of
 
@@ -51,7 +52,7 @@ def schedule(staged: Staged, plan: Plan) -> Scheduled:
         )
     if captured.deferred:
         _check_deferred(made)
-    one, width = staged.depth + staged.parts, staged.width  # the stages of one copy of the model, and of one slice
+    one, width = staged.depth + staged.parts + staged.lookups, staged.width  # the stages of one copy, of one slice
     ends = {(e.source, e.target) for e in staged.edges if max(e.source, e.target) < one}
     if staged.slices > 1:  # what slices of the sequence hand to each other stays on its stage
         ends = {(source % width, target % width) for source, target in ends if source % width != target % width}
@@ -72,11 +73,13 @@ def built(plan: Plan, *, training: bool = True) -> Schedule:
     Where steps overlap, that of a few batches. Raises ValueError for a schedule that cannot be made for the plan's
     ranks and microbatches.
     """
-    if not training:
-        return placed.forwards(plan.place, plan.microbatches, plan.barriers)
-    if overlaps(plan.schedule):
+    if training and overlaps(plan.schedule):
         return table_of(plan)
-    return schedules.make(plan.schedule, ranks=plan.mesh.degree("pp"), microbatches=plan.microbatches)
+    if training:
+        made = schedules.make(plan.schedule, ranks=plan.mesh.degree("pp"), microbatches=plan.microbatches)
+    else:
+        made = placed.forwards(plan.place, plan.microbatches, plan.barriers)
+    return looking_up(made, wanted=plan.lookup)
 
 
 def _told(places: Sequence[tuple[int, ...]]) -> str:
@@ -90,6 +93,7 @@ def unfolded(scheduled: Scheduled) -> Scheduled:
 
     before: 1F0 1F2p1   after: 1F0 3F2   (two copies, or slices (1F2s1), of two stages)
     before: 1F0 1S0     after: 1F0 3S0   (an output layer split over two stages)
+    before: 1E0 1D0     after: 5F0 5B0   (an input embedding, too, whose parts are stages like others)
     """
     schedule = scheduled.schedule
     if not schedule.mirrors and not schedule.barriers and schedule.slices == 1:
@@ -97,11 +101,14 @@ def unfolded(scheduled: Scheduled) -> Scheduled:
 
     def renumbered(action: Action) -> Action:
         first = (action.pipe or action.slice or action.kind in SHARED) * schedule.stages
-        peer = action.peer + first if action.peer >= 0 else action.peer  # of a message of the output layer: as it is
+        if action.kind in LOOKUPS:
+            kind = Kind.F if action.kind is Kind.E else Kind.B
+            return replace(action, kind=kind, stage=action.stage + 2 * schedule.stages)
+        peer = action.peer + first if action.peer >= 0 else action.peer  # of a message of a layer in parts: as it is
         return replace(action, stage=action.stage + first, peer=peer, pipe=0, slice=0)
 
     table, lowered = (tuple(tuple(map(renumbered, row)) for row in rows) for rows in (schedule.table, scheduled.table))
-    parts = tuple(range(schedule.ranks * bool(schedule.barriers)))
+    parts = schedule.place * (bool(schedule.barriers) + schedule.looks_up)
     place = sum(schedule.mirrors, schedule.place) * schedule.slices + parts
     whole = replace(schedule, place=place, table=table, mirrors=(), slices=1)
     return Scheduled(whole, lowered)

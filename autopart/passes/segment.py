@@ -20,10 +20,11 @@ from autopart.errors import CaptureError
 from autopart.ir.captured import Captured
 from autopart.ir.cost import REST
 from autopart.ir.graph import Node
-from autopart.ir.plan import OUTPUT
+from autopart.ir.plan import INPUT, OUTPUT
 from autopart.ir.segmented import Segmented
 from autopart.passes.accumulate import is_sum, regroup
 from autopart.passes.bodies import build
+from autopart.passes.input_layer import take_out
 from autopart.passes.output_layer import begins
 
 LARGEST = 1 / 8
@@ -35,7 +36,8 @@ def segment(captured: Captured, *, cuts: Sequence[str] = ()) -> Segmented:
 
     A cut within a module that would be a segment parts it there and nowhere else: what comes before keeps the module's
     name, what begins with the cut has the cut's (``h.4``, ``h.4.mlp``). With the cut `OUTPUT`, the product with the
-    vocabulary and all that comes after it are the last segment.
+    vocabulary and all that comes after it are the last segment; with `INPUT` too, the lookup in the input embedding is
+    the first one, if it can be split (`passes.input_layer`), which the result then says.
 
     Raises ValueError if a name in `cuts` is no module that computes anything, CaptureError where there is no output
     layer.
@@ -43,15 +45,18 @@ def segment(captured: Captured, *, cuts: Sequence[str] = ()) -> Segmented:
     forward, names, number = numbered(captured, tuple(cuts))
     home = {name: number[i] for i, node in enumerate(forward) for name in node.names()}
     home |= _backward_homes(captured, forward, number)
+    count = len(names)
+    if INPUT in cuts:
+        captured, names, home = take_out(captured, names, home)
     nodes, sums = regroup(captured.nodes, [out.name for out in captured.outputs], home)
-    return build(replace(captured, nodes=nodes), names, home | sums)
+    return replace(build(replace(captured, nodes=nodes), names, home | sums), lookup=len(names) > count)
 
 
 def numbered(captured: Captured, cuts: tuple[str, ...]) -> tuple[list[Node], list[str], list[int]]:
     """The forward nodes, the names of the segments that `segment` makes, and each node's segment number."""
     forward = [node for node in captured.nodes if not node.backward]
     labels = _with_parameters(_labels(forward), forward, captured)
-    modules = tuple(cut for cut in cuts if cut != OUTPUT)
+    modules = tuple(cut for cut in cuts if cut not in (INPUT, OUTPUT))
     names, number = _runs(_parted(labels, forward, modules), modules)
     _check_cuts(modules, names, forward)
     return (forward, *(_apart(captured, forward, names, number) if OUTPUT in cuts else (names, number)))

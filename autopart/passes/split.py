@@ -23,7 +23,10 @@ from autopart.ir.segmented import Segment, Segmented
 from autopart.ir.sharded import Sharded
 from autopart.ir.staged import Edge, Staged
 from autopart.ir.state import Parameter, State, Unit
+from autopart.passes.split_input import split_input
 from autopart.passes.split_output import split_output
+
+Stages = tuple[tuple[Segment, ...], ...]
 
 
 def split(sharded: Sharded, plan: Plan, *, state: State | None = None) -> Staged:
@@ -34,14 +37,12 @@ def split(sharded: Sharded, plan: Plan, *, state: State | None = None) -> Staged
     Raises CaptureError if this program uses a parameter on a stage that does not hold it, or a buffer elsewhere than
     where its forwards update it; where the plan has further copies of the model, if a forward updates buffers, or if
     the step makes anything but sums over the batch, of which every copy would have some samples; where the output layer
-    is split over the pipeline ranks, if it cannot be.
+    or the input embedding is split over the pipeline ranks, if it cannot be.
     """
     slices = 1 + max(segment.slice for segment in sharded.segmented.segments)
-    stages, parameters = _stages(sharded.segmented, plan, slices), dict[str, Parameter]()
-    if plan.barriers:
-        divided = split_output(sharded, stages, plan.barriers)
-        sharded, stages, parameters = divided.sharded, divided.stages, dict(divided.parameters)
-    segmented, parts = sharded.segmented, len(plan.stages) * bool(plan.barriers)
+    sharded, stages, parameters = _divided(sharded, _stages(sharded.segmented, plan, slices), plan)
+    segmented, ranks = sharded.segmented, plan.mesh.degree("pp")
+    parts, lookups = ranks * bool(plan.barriers), ranks * plan.lookup
     if state is None:
         state = place(segmented, stages, plan, parameters)
     elif segmented.here is not None:
@@ -56,7 +57,32 @@ def split(sharded: Sharded, plan: Plan, *, state: State | None = None) -> Staged
         for first in range(0, copies * len(stages), len(stages))
         for edge in _edges(segmented, stages)
     )
-    return Staged(sharded, stages * copies, edges, state, copies=copies, parts=parts, slices=slices)
+    return Staged(sharded, stages * copies, edges, state, copies=copies, parts=parts, lookups=lookups, slices=slices)
+
+
+def _divided(sharded: Sharded, stages: Stages, plan: Plan) -> tuple[Sharded, Stages, dict[str, Parameter]]:
+    """The step with what the plan splits over the pipeline ranks in parts, stages of their own behind the others.
+
+    And the parameters of the parts, by their targets.
+    """
+    if plan.lookup != sharded.segmented.lookup:
+        raise CaptureError(
+            "this program does not begin with a lookup in an embedding of which each pipeline rank can have a part, as "
+            "the plan has it; plan again from a call that uses the model this way"
+        )
+    if not plan.barriers:
+        return sharded, stages, {}
+    lookups: Stages = ()
+    parameters: dict[str, Parameter] = {}
+    if plan.lookup:
+        looked = split_input(sharded, stages)
+        lookups = tuple((part,) for part in looked.parts)
+        sharded, stages, parameters = looked.sharded, looked.stages, dict(looked.parameters)
+    divided = split_output(sharded, stages, plan.barriers)
+    parameters |= divided.parameters
+    sharded, stages = divided.sharded, (*divided.stages, *lookups)
+    segments = tuple(segment for row in stages for segment in row)
+    return replace(sharded, segmented=replace(sharded.segmented, segments=segments)), stages, parameters
 
 
 def undivided(captured: Captured) -> str:
@@ -77,7 +103,7 @@ def _check_copies(captured: Captured, plan: Plan) -> None:
         )
 
 
-def _stages(segmented: Segmented, plan: Plan, slices: int) -> tuple[tuple[Segment, ...], ...]:
+def _stages(segmented: Segmented, plan: Plan, slices: int) -> Stages:
     """A stage begins at the segment named first in the plan's stage; the stages of each slice of the sequence alike."""
     names = [segment.name for segment in segmented.segments if not segment.slice]
     starts = [0]
@@ -112,7 +138,7 @@ def place(
     """Put every used parameter in a unit: a segment's own together, those of several segments alone.
 
     A unit is on the stages that use it in every copy of the model, and in every slice of the sequence. `parts` are
-    those of parameters of the output layer, by their targets.
+    those of parameters of the output layer, or the input embedding, by their targets.
     """
     captured, pieces = segmented.captured, segmented.pieces()
     users: dict[str, list[tuple[int, str]]] = {}
@@ -131,7 +157,7 @@ def place(
         kind = _Kind(owner, shared, grad, grad and name in graded, item.value.dtype, modes)
         groups.setdefault(kind, []).append(target)
     places = plan.places(1 + len(plan.mirrors), plan.slices)
-    depth = len(plan.stages) + plan.mesh.degree("pp") * bool(plan.barriers)
+    depth = len(plan.stages) + plan.mesh.degree("pp") * (bool(plan.barriers) + plan.lookup)
     units: list[Unit] = []
     taken: Counter[str] = Counter()
     for kind, targets in groups.items():

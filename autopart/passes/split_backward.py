@@ -54,7 +54,7 @@ def split_backward(staged: Staged, schedule: Schedule, *, samples: int) -> Stage
     whole = replace(
         staged.segmented,
         bodies=tuple(made),
-        segments=tuple(s for row in stages[: staged.depth + staged.parts] for s in row),
+        segments=tuple(s for row in stages[: staged.depth + staged.parts + staged.lookups] for s in row),
     )
     sharded = replace(staged.sharded, segmented=whole, inside=inside)
     return replace(staged, sharded=sharded, stages=tuple(stages), backwards=backwards)

@@ -80,9 +80,8 @@ def split_output(sharded: Sharded, stages: Stages, barriers: int) -> Divided:
     stages = (*stages, *((segment,) for segment in segments))
     between = {**sharded.between, **{value.name: _placed(value) for value in values}}
     inside = (*sharded.inside, *({} for _ in bodies[len(sharded.inside) :]))
-    whole = replace(
-        segmented, bodies=tuple(bodies), segments=tuple(s for row in stages for s in row), made=tuple(values)
-    )
+    made = (*segmented.made, *values)
+    whole = replace(segmented, bodies=tuple(bodies), segments=tuple(s for row in stages for s in row), made=made)
     known = {item.target: item.value for item in segmented.captured.of_kind("parameter")}
     elsewhere = {target for row in stages[:degree] for s in row for target in s.parameters}  # tied, and whole
     parameters = {

@@ -23,8 +23,11 @@ from autopart.runtime.states import States
 from autopart.runtime.transport import Arriving, Pending, Transport
 from autopart.runtime.values import ValueCollectives
 
-_AWAITS: Mapping[str, tuple[bool, ...]] = {Kind.F: (True,), Kind.S: (True,), Kind.T: (True, False)}
-"""Of which messages an action waits for the arrival: of those from earlier stages, from later ones, or both."""
+_AWAITS: Mapping[str, tuple[bool, ...]] = {Kind.S: (True,)}
+"""Of which messages an action waits for the arrival: those from earlier stages (or later ones); all, if not here.
+
+What is begun to be received for a stage's microbatch is for its next action there, but for S, which T comes after.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +78,7 @@ class World(ValueCollectives):
         self._gathering: dict[tuple[str, ...], Pending[torch.Tensor]] = {}
         self._gathered: dict[str, Sequence[torch.Tensor]] = {}
         self._kept: dict[str, Sequence[torch.Tensor | None]] = {}
-        self._arriving: dict[tuple[int, int, bool], list[Arriving]] = {}  # by stage, microbatch, whether activations
+        self._arriving: dict[tuple[int, int, bool], list[Arriving]] = {}  # by stage, microbatch, if from before
         self._begun: deque[_Begun] = deque()
 
     # What outlives an action
@@ -87,7 +90,7 @@ class World(ValueCollectives):
     @contextlib.contextmanager
     def action(self, kind: str, *, stage: int, microbatch: int) -> Iterator[None]:
         """A compute action, once what it receives is there: logged with its times, named in whatever goes wrong."""
-        for onward in _AWAITS.get(kind, (False,)):
+        for onward in _AWAITS.get(kind, (True, False)):
             for arriving in self._arriving.pop((stage, microbatch, onward), ()):
                 arriving.wait()
         start = time.perf_counter()

@@ -1,6 +1,6 @@
 """What each action waits for. Derived from the edges between stages, never stored in a schedule.
 
-Actions are F, B, I, W, S, T and OPT here: the members of a PAIR stand for themselves, and the pair waits for what
+Actions are F, B, I, W, S, T, E, D and OPT here: the members of a PAIR stand for themselves, and the pair waits for what
 either of them needs. They are told by number: their place among `Schedule.parts()`. Within a microbatch, what an action
 waits for depends on its kind, stage, slice and pipe alone, so those that differ in the microbatch are seen to together.
 """
@@ -53,7 +53,8 @@ def dependencies(schedule: Schedule, edges: Edges | None = None, known: Columns 
     (keys and values); B or I for its own F, for B or I of the stages that give it gradients, and for its own B or I of
     the slice after (the gradients of keys and values); W for its own I. Where the output layer is split over the ranks,
     S waits for F of the last stage, T for S of all ranks, and B or I of the last stage for S of all ranks (T, if it
-    takes two barriers). Between microbatches: OPT number n waits for the backwards of the n-th batch of its stage and
+    takes two barriers). Where the input embedding is, F of the first stage waits for E of all ranks, and D for B or I
+    of the first stage. Between microbatches: OPT number n waits for the backwards of the n-th batch of its stage and
     OPT n-1, the backwards of the next batch for OPT n; with two buffers, forwards of batch n for OPT n-2. Needs a table
     in which every stage and microbatch has what `validate` asks for.
     """
@@ -80,7 +81,7 @@ class _Rules:
     """What the actions of one schedule wait for within their microbatch."""
 
     def __init__(self, schedule: Schedule, edges: Edges) -> None:
-        self.schedule, self.last = schedule, schedule.stages - 1
+        self.schedule, self.last, self.looks_up = schedule, schedule.stages - 1, schedule.looks_up
         self.feeders = [sorted(a for a, b in edges if b == stage and a < stage) for stage in range(schedule.stages)]
         self.givers = [sorted(a for a, b in edges if b == stage and a > stage) for stage in range(schedule.stages)]
 
@@ -97,13 +98,16 @@ class _Rules:
                 return [((Kind.F,), self.last, piece)]
             case Kind.T:
                 return self._everywhere(Kind.S, piece)
-            case Kind.OPT:
+            case Kind.D:
+                return [(GRADIENT, 0, piece)]
+            case Kind.E | Kind.OPT:
                 return []
             case _:
-                raise ValueError(f"schedule {self.schedule.name!r}: {kind} is not one of F, B, I, W, S, T and OPT")
+                raise ValueError(f"schedule {self.schedule.name!r}: {kind} is not one of F, B, I, W, S, T, E, D, OPT")
 
     def _forward(self, stage: int, piece: int) -> list[Source]:
         found: list[Source] = [((Kind.F,), feeder, piece) for feeder in self.feeders[stage]]
+        found += self._everywhere(Kind.E, piece) if self.looks_up and stage == 0 else []
         return [*found, ((Kind.F,), stage, piece - 1)] if piece else found
 
     def _backward(self, stage: int, piece: int) -> list[Source]:

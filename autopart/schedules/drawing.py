@@ -19,6 +19,8 @@ COLOURS = {
     Kind.W: ("#b6992d", "backward for weights"),
     Kind.S: ("#e15759", "output layer, first part"),
     Kind.T: ("#ff9da7", "output layer, second part"),
+    Kind.E: ("#af7aa1", "lookup in the input embedding"),
+    Kind.D: ("#d4a6c8", "gradient of the input embedding"),
     Kind.OPT: ("#79706e", "optimizer step"),
 }
 """The fill of each kind and what the legend calls it; a PAIR shows both of its members."""

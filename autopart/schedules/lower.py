@@ -18,13 +18,16 @@ from dataclasses import replace
 from itertools import accumulate
 from operator import itemgetter
 
-from autopart.ir.action import SHARED, Action, Kind, Schedule, Scheduled
+from autopart.ir.action import LOOKUPS, SHARED, Action, Kind, Schedule, Scheduled
 from autopart.schedules.dependencies import Edges, chain, dependencies
 from autopart.schedules.timing import run_time
 from autopart.schedules.validate import Examined, examine, unit_cost
 
 MADE = frozenset({Kind.F, Kind.B, Kind.I})
-"""The actions between which values travel by SEND and RECV; so they do between S, T and others, if edges say so."""
+"""The actions between which values travel by SEND and RECV; so they do to and from S, T, E, D, if edges say so."""
+
+ASIDE = SHARED | LOOKUPS
+"""Those of layers that are split over all ranks."""
 
 Ends = Sequence[Sequence[float]]
 """When each action ends, row by row."""
@@ -39,11 +42,12 @@ def lower(schedule: Schedule, edges: Edges) -> Scheduled:
     transfers between; a RECV stands before its consumer.
 
     Of S stages, stage S + s is the part of the output layer that stage s has, where that is split: edges to and from it
-    carry what its S and T take and make. Where no edge has such an end, S and T have exchanges of their own, which are
-    no messages of pairs, as all ranks take part, and a RECV stands before what waits for a longer one of them. Raises
+    carry what its S and T take and make. Stage 2 S + s is that of the input embedding, likewise: its edges to stage 0
+    carry outputs, those from there gradients. Where no edge has such an end, these actions have exchanges of their own,
+    which are no messages of pairs, and a RECV stands before what waits for a longer one of them. Raises
     ValueError for edges between stages that are not there, and what `validate` raises.
     """
-    count = schedule.stages * (1 + bool(schedule.barriers))
+    count = schedule.stages * (1 + bool(schedule.barriers) + schedule.looks_up)
     for source, target in sorted(edges):
         if source == target or not {source, target} <= set(range(count)):
             raise ValueError(f"edges: ({source}, {target}) does not join two of the stages 0 to {count - 1}")
@@ -72,7 +76,7 @@ def lower(schedule: Schedule, edges: Edges) -> Scheduled:
 
 
 def _waits(found: Examined, ends: Ends) -> dict[int, list[tuple[int, float]]]:
-    """The steps of each row that wait for an exchange of S or T, and until when, each later than those before.
+    """The steps of each row that wait for an exchange of their own, and until when, each later than those before.
 
     A message made by then must not be taken after them: its sender may be what they wait for.
     """
@@ -81,7 +85,7 @@ def _waits(found: Examined, ends: Ends) -> dict[int, list[tuple[int, float]]]:
         wanted = [
             found.positions[need]
             for need in needs
-            if (part.kind in SHARED or found.parts[need].kind in SHARED) and found.parts[need].stage != part.stage
+            if (part.kind in ASIDE or found.parts[need].kind in ASIDE) and found.parts[need].stage != part.stage
         ]
         until = max((ends[peer][at] for peer, at in wanted), default=0.0)
         if wanted and (not waits[rank] or until > waits[rank][-1][1]):
@@ -90,14 +94,14 @@ def _waits(found: Examined, ends: Ends) -> dict[int, list[tuple[int, float]]]:
 
 
 def _number(action: Action, schedule: Schedule) -> int:
-    """The stage that an action belongs to, the parts of the output layer counted after the stages."""
-    return action.stage + schedule.stages * (action.kind in SHARED)
+    """The stage that an action belongs to, the parts of layers that are split counted after the stages."""
+    return action.stage + schedule.stages * ((action.kind in SHARED) + 2 * (action.kind in LOOKUPS))
 
 
 def _crossings(found: Examined, ends: Ends, parts: Edges, schedule: Schedule) -> Iterator[tuple[int, int]]:
     """Every value that passes between two ranks, in the one order of all transfers: what makes it, what takes it.
 
-    `parts` are the edges of parts of the output layer.
+    `parts` are the edges of parts of layers.
     """
     crossings = []
     for number, (part, (rank, _), needs) in enumerate(zip(found.parts, found.positions, found.needs, strict=True)):

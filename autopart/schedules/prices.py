@@ -16,7 +16,7 @@ Comm = float | Link | Mapping[tuple[int, int], float | Link] | Callable[[int, in
 
 Price = Callable[[Action], float]
 
-KINDS = (Kind.F, Kind.B, Kind.I, Kind.W, Kind.PAIR, Kind.S, Kind.T, Kind.OPT)
+KINDS = (Kind.F, Kind.B, Kind.I, Kind.W, Kind.PAIR, Kind.S, Kind.T, Kind.E, Kind.D, Kind.OPT)
 
 
 def prices(schedule: Schedule, costs: Mapping[str, Cost]) -> Price:
@@ -25,8 +25,8 @@ def prices(schedule: Schedule, costs: Mapping[str, Cost]) -> Price:
     A number is the time of a microbatch on a rank-share, which the stages that the rank has in the pipe divide equally;
     a sequence or mapping has the time of each stage itself. Either is of a whole microbatch, which its slices divide
     equally (an OPT belongs to none). A function is asked for the time of the very action. Where not given, B takes what
-    I and W do, a PAIR what its members do, S, T and OPT nothing; S without T is the time of both, half of it each.
-    Raises ValueError for costs that are unknown, missing, negative or not one a stage, TypeError for what is no
+    I and W do, a PAIR what its members do, S, T, E, D and OPT nothing; S without T is the time of both, half of it
+    each. Raises ValueError for costs that are unknown, missing, negative or not one a stage, TypeError for what is no
     mapping.
     """
     if not isinstance(costs, Mapping):
@@ -42,7 +42,7 @@ def prices(schedule: Schedule, costs: Mapping[str, Cost]) -> Price:
     if Kind.S in known and Kind.T not in known:
         both = known[Kind.S]
         known[Kind.S] = known[Kind.T] = lambda action: both(action) / 2
-    for kind in (Kind.S, Kind.T, Kind.OPT):
+    for kind in (Kind.S, Kind.T, Kind.E, Kind.D, Kind.OPT):
         known.setdefault(kind, lambda action: 0.0)
     for kind in sorted({action.kind for action in schedule.parts()}):
         if kind not in known:

@@ -8,7 +8,8 @@ transport, each adding waits to the one before:
   sides at once, after the pair's earlier transfers in either direction.
 * ``block``: a send, too, holds up all that comes after it in its row until the receive is posted.
 
-S and T have exchanges of their own, which hold up only what needs their results: all ranks begin them in one order.
+S, T, E and D have exchanges of their own, which hold up only what needs their results: all ranks begin those of S and
+T in one order.
 
 Before that, channels: with messages told apart by order alone, the k-th RECV of a channel must be of the k-th SEND.
 """
@@ -31,6 +32,9 @@ MODELS = ("dirfifo", "pairfifo", "block")
 
 TRANSFERS = frozenset({Kind.SEND, Kind.RECV})
 
+ANY = -1
+"""In place of a stage: whichever it is."""
+
 Rows = Sequence[Sequence[Action]]
 Position = tuple[int, int]
 """Rank and step."""
@@ -51,8 +55,8 @@ def check(rows: Rows, place: Sequence[int], mirrors: Places = (), barriers: int 
     """Raise VerificationError unless the rows, one a pipeline rank, match and end under all three models.
 
     ``place[stage]`` is the rank of a stage in pipe 0, ``mirrors[k][stage]`` in pipe k + 1; `barriers` is that of the
-    schedule. Every action but SEND, RECV, S and T counts as work of the rank alone. The message names the model, the
-    action at which each rank is stuck and the cycle of waits, and shows the rows with these in brackets.
+    schedule. Every action but SEND, RECV, S, T, E and D counts as work of the rank alone. The message names the model,
+    the action at which each rank is stuck and the cycle of waits, and shows the rows with these in brackets.
     """
     import networkx as nx
 
@@ -88,19 +92,36 @@ def _ends(rows: Rows, peers: Mapping[Position, Position], exchanges: Exchanges) 
 
 
 def _exchanges(rows: Rows, last: int, barriers: int) -> Exchanges:
-    """S waits for the last stage's forward, T for S of all ranks, and that stage's backward for all S, or all T."""
+    """S waits for the last stage's forward, T for S of all ranks, and that stage's backward for all S, or all T.
+
+    The first stage's forward waits for E of all ranks, if there are some, and D for that stage's backward.
+    """
     _check_order(rows)
-    found: dict[tuple[Kind, int, int], list[Position]] = defaultdict(list)
-    waiting: list[tuple[Position, tuple[Kind, int, int]]] = []
-    needed = {Kind.S: Kind.F, Kind.T: Kind.S, **dict.fromkeys((Kind.B, Kind.I), Kind.S if barriers == 1 else Kind.T)}
-    for rank, row in enumerate(rows):
-        for step, action in enumerate(row):
-            for part in action.parts:
-                if part.kind in SHARED or part.stage == last:
-                    found[part.kind, part.microbatch, part.slice].append((rank, step))
-                    if part.kind in needed:
-                        waiting.append(((rank, step), (needed[part.kind], part.microbatch, part.slice)))
-    return {position: found[key] for position, key in waiting}
+    every = [((rank, step), part) for rank, row in enumerate(rows) for step, a in enumerate(row) for part in a.parts]
+    done: dict[tuple[Kind, int, int, int], list[Position]] = defaultdict(list)
+    for position, part in every:
+        for stage in {part.stage, ANY}:
+            done[part.kind, stage, part.microbatch, part.slice].append(position)
+
+    def needs(part: Action) -> list[tuple[Kind, int]]:
+        match part.kind:
+            case Kind.S:
+                return [(Kind.F, last)]
+            case Kind.T:
+                return [(Kind.S, ANY)]
+            case Kind.D:
+                return [(Kind.B, 0), (Kind.I, 0)]
+            case Kind.F if part.stage == 0:
+                return [(Kind.E, ANY)]
+            case Kind.B | Kind.I if part.stage == last:
+                return [(Kind.S if barriers == 1 else Kind.T, ANY)]
+        return []
+
+    found: dict[Position, list[Position]] = defaultdict(list)
+    for position, part in every:
+        for kind, stage in needs(part):
+            found[position] += done[kind, stage, part.microbatch, part.slice]
+    return found
 
 
 def _check_order(rows: Rows) -> None:

@@ -6,12 +6,15 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import product
 
-from autopart.ir.action import SHARED, Action, Kind, Schedule, Weights
+from autopart.ir.action import LOOKUPS, SHARED, Action, Kind, Schedule, Weights
 from autopart.schedules.dependencies import Columns, Needs, dependencies
 from autopart.schedules.text import grid
 from autopart.schedules.timing import Interval, run_time
 
-UNIT = {Kind.F: 1, Kind.I: 1, Kind.W: 1, Kind.B: 2, Kind.PAIR: 3, Kind.S: 1, Kind.T: 1, Kind.OPT: 0}
+UNIT = {
+    **{Kind.F: 1, Kind.I: 1, Kind.W: 1, Kind.B: 2, Kind.PAIR: 3},
+    **{Kind.S: 1, Kind.T: 1, Kind.E: 0, Kind.D: 0, Kind.OPT: 0},
+}
 """What a schedule's table may hold, and what `unit_cost` says of it."""
 
 Position = tuple[int, int]
@@ -38,7 +41,8 @@ def validate(schedule: Schedule) -> None:
 
     Every stage of every pipe sits on one of the ranks and every rank has a stage; every microbatch travels one pipe;
     each (stage, microbatch, slice) has exactly one F and exactly one of B or the pair I, W, on the rank of its stage
-    (no backward anywhere is a forward-only schedule), and an S and a T where the output layer is split; where weights
+    (no backward anywhere is a forward-only schedule), an S and a T where the output layer is split, and an E and, with
+    a backward, a D where the input embedding is; where weights
     change inside the table every stage has the same number of OPTs, each after an equal share of the microbatches; an
     action comes after what it needs on the same rank; and the table as a whole terminates under the chain of stages. A
     schedule that passes also terminates under any other set of edges between stages, since the chain orders all of
@@ -63,7 +67,7 @@ def examine(schedule: Schedule) -> Examined:
 
 
 def unit_cost(action: Action) -> float:
-    """The time of an action if all stages were alike: 1 for F, I, W, S and T."""
+    """The time of an action if all stages were alike: 1 for F, I, W, S and T; a lookup takes none."""
     return UNIT[action.kind]
 
 
@@ -128,7 +132,7 @@ def _columns(schedule: Schedule, positions: Sequence[Position]) -> tuple[Columns
 def _fault(schedule: Schedule, rank: int, action: Action) -> str:
     """What is wrong with an action by itself, or nothing."""
     if action.kind not in UNIT or action.peer != -1 or action.unit or action.members:
-        return "is not one of F, B, I, W, S, T and OPT, or a PAIR of an F and a B"
+        return "is not one of F, B, I, W, S, T, E, D and OPT, or a PAIR of an F and a B"
     if not 0 <= action.stage < schedule.stages:
         return f"names stage {action.stage}, but stages are 0 to {schedule.stages - 1}"
     if not 0 <= action.microbatch < schedule.microbatches:
@@ -141,6 +145,8 @@ def _fault(schedule: Schedule, rank: int, action: Action) -> str:
         return f"is misplaced: stage {action.stage} belongs to rank {schedule.rank(action)}"
     if action.kind in SHARED and not schedule.barriers:
         return "is of an output layer split over the ranks, which this schedule does not have (barriers: 0)"
+    if action.kind in LOOKUPS and not schedule.barriers:
+        return "is of an input embedding split over the ranks, as only the output layer's is too (barriers: 1 or 2)"
     if action.kind is Kind.OPT and schedule.weights is Weights.SYNC:
         return "changes the weights inside the table, which needs one of the weights stash, double and current"
     return ""
@@ -184,7 +190,9 @@ def _gaps(
 
     The number before the kind puts those of one microbatch in order.
     """
-    trains = not {kind for kind, *_ in known} <= {Kind.F, *SHARED}
+    kinds = {kind for kind, *_ in known}
+    trains = not kinds <= {Kind.F, Kind.E, *SHARED}
+    looked = [Kind.E, *[Kind.D] * trains] if kinds & LOOKUPS else []
     for stage, piece, (pipe, everything) in product(
         range(schedule.stages), range(schedule.slices), enumerate(travellers)
     ):
@@ -198,6 +206,7 @@ def _gaps(
         ]
         wrong += [(Kind.B, everything - split - has[Kind.B])] if trains else []
         wrong += [(kind, everything - has[kind]) for kind in (Kind.S, Kind.T)] if schedule.barriers else []
+        wrong += [(kind, everything - has[kind]) for kind in looked]
         for order, (kind, microbatches) in enumerate(wrong):
             for microbatch in microbatches:
                 yield stage, microbatch, piece, order, kind, pipe

@@ -56,6 +56,7 @@ def choose(
     time_limit: float | None = None,
     progress: Progress = lambda done, count: None,
     degrees: Sequence[tuple[TensorPlan, Sequence[SegmentCost], Sequence[SegmentCost]]] = (),
+    looks_up: bool = False,
 ) -> Plan:
     """The plan for a model of these segments and a batch of `batch` samples.
 
@@ -83,8 +84,9 @@ def choose(
     costs when it is (by default as much as it does anyway).
     `optimizer_ratio` is bytes of optimizer state per byte of trainable parameter. With a `mesh` that splits tensors
     inside segments the costs are those of one place, and `tensor` is what was decided there. Where the mesh is free,
-    `degrees` has more of such: what was decided, and what segments cost then, plain and recomputed. `progress` is told
-    how many settings are done, of how many.
+    `degrees` has more of such: what was decided, and what segments cost then, plain and recomputed. With `looks_up` the
+    first of the costs are of a lookup in the input embedding, which is split over the pipeline ranks as the output
+    layer is, the last of them. `progress` is told how many settings are done, of how many.
 
     Raises ValueError or TypeError naming a bad argument; `PlanInfeasible` where nothing fits, with the stage that needs
     most, by state, and single changes that make it fit.
@@ -110,6 +112,7 @@ def choose(
         forwards_first=forwards_first,
         tensor=tensor,
         degrees=degrees,
+        looks_up=looks_up,
     )
     check_schedule(request)
     began = time.monotonic()
@@ -202,6 +205,8 @@ def _plan(request: Request, solved: Solved, optimality: str, notes: tuple[str, .
     ]
     if request.output is not None:
         stages[-1] = replace(stages[-1], segments=(*stages[-1].segments, request.output.name))
+    if request.lookup is not None:
+        stages[0] = replace(stages[0], segments=(request.lookup.name, *stages[0].segments))
     return Plan(
         mesh=candidate.mesh,
         stages=tuple(stages),
@@ -217,6 +222,7 @@ def _plan(request: Request, solved: Solved, optimality: str, notes: tuple[str, .
         mirrors=candidate.schedule.mirrors,
         tensor=request.tensor_on(candidate.mesh),
         barriers=candidate.schedule.barriers,
+        lookup=request.lookup is not None,
         slices=candidate.schedule.slices,
         lengths=candidate.schedule.lengths,
     )
@@ -225,7 +231,7 @@ def _plan(request: Request, solved: Solved, optimality: str, notes: tuple[str, .
 def predict(request: Request, solved: Solved) -> Prediction:
     """Time and memory of a solved request; the bytes that each rank sends are known only once the program is made."""
     candidate = solved.candidate
-    kinds = ("F", "B", "S", "T")
+    kinds = ("F", "B", "S", "T", "E", "D")
     both = tuple(sum(each.get(kind, 0.0) for kind in kinds) for each in stage_seconds(request, solved))
     length = flush(request, solved).makespan
     memory = solved.memory()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from autopart.ir.cost import SegmentCost
 from autopart.ir.plan_text import format_bytes, format_seconds, spans
 from autopart.solver.chunks import PRECISION, fastest
 from autopart.solver.joint import Best
@@ -94,6 +95,7 @@ def notes(request: Request, chosen: Chosen, objective: str | None = None) -> tup
         f"microbatches {candidate.microbatches}: {'pinned' if request.microbatches else microbatches}",
         *([chosen.note] if chosen.note else []),
         *([_split_output(request.output.name, mesh.degree("pp"))] if request.output is not None else []),
+        *([_split_input(request.lookup, mesh.degree("pp"))] if request.lookup is not None else []),
         f"recompute for memory {again}: " + (_why(bool(request.recompute), objective) if request.free else "pinned"),
         f"memory limit {limit} per device, optimizer state {request.optimizer_ratio:g} x the trainable parameters,"
         f" times of the {request.cluster.name} cluster at its peak rates",
@@ -102,6 +104,11 @@ def notes(request: Request, chosen: Chosen, objective: str | None = None) -> tup
 
 def _split_output(name: str, ranks: int) -> str:
     return f"output layer {name}: on none of the stages, each of the {ranks} pipeline ranks has a part of its classes"
+
+
+def _split_input(lookup: SegmentCost, ranks: int) -> str:
+    has = "of it the rows that it has of the output layer" if lookup.tied else "a part of its columns"
+    return f"input embedding {lookup.name}: on none of the stages, each of the {ranks} pipeline ranks has {has}"
 
 
 def _why(recomputed: bool, objective: str | None) -> str:

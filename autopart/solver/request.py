@@ -15,6 +15,7 @@ from autopart.ir.cost import SegmentCost
 from autopart.ir.mesh import Mesh
 from autopart.ir.placement import PRESETS, Placement, executable
 from autopart.ir.tensor_plan import TensorPlan
+from autopart.schedules.lookups import looking_up
 from autopart.schedules.spell import AUTO, is_table, splits_output
 from autopart.solver.counts import check_counts
 
@@ -80,6 +81,7 @@ class Request:
     forwards_first: bool = False  # whether all forwards must come before all backwards
     ranks: int | None = None  # the pipeline ranks that the schedule is for, where it is for no other number
     output: SegmentCost | None = None  # the output layer, where the schedule splits it over the pipeline ranks
+    lookup: SegmentCost | None = None  # that in the input embedding, where it is split over them too
     free: bool = False  # whether the solver chooses what is recomputed
     degree: int = 1  # of the tensor axis that `costs` are of
     others: tuple[tuple[int, Pair], ...] = ()  # the costs at other degrees
@@ -128,7 +130,8 @@ class Request:
 
     def scheduled(self, text: str, ranks: int, microbatches: int) -> Schedule:
         """The schedule of a text on so many pipeline ranks; ValueError where it cannot be."""
-        return schedules.executable(schedules.make(text, ranks=ranks, microbatches=microbatches))
+        made = schedules.executable(schedules.make(text, ranks=ranks, microbatches=microbatches))
+        return looking_up(made, wanted=self.lookup is not None)
 
     def stages_on(self, ranks: int) -> int:
         """How many stages there are on so many pipeline ranks; ValueError where the schedule cannot be on them.
@@ -170,14 +173,18 @@ def resolve(
     forwards_first: bool,
     tensor: TensorPlan | None = None,
     degrees: Sequence[tuple[TensorPlan, Sequence[SegmentCost], Sequence[SegmentCost]]] = (),
+    looks_up: bool = False,
 ) -> Request:
     """The request behind the arguments of `choose`; ValueError or TypeError names the argument that is wrong."""
-    output = None
+    output = lookup = None
     if splits_output(schedule):  # it is on no stage: each rank has a part
         *costs, output = costs
         if not costs:
             raise ValueError("schedule: the model is an output layer alone, with no layer for a stage; pin '1f1b'")
         recomputed = None if recomputed is None else recomputed[:-1]
+    if looks_up:  # nor is that
+        lookup, *costs = costs
+        recomputed = None if recomputed is None else recomputed[1:]
     names = [cost.name for cost in costs]
     if not names or len(set(names)) != len(names):
         raise ValueError(f"costs: at least one segment, each with its own name, is needed; got {names}")
@@ -216,6 +223,7 @@ def resolve(
         forwards_first=forwards_first,
         ranks=fixed.ranks if fixed is not None else None,
         output=output,
+        lookup=lookup,
         free=recompute is None,
         degree=1 if tensor is None else tensor.degree,
         others=tuple((each.degree, _pair(plain, again, wanted, batch)) for each, plain, again in degrees),

@@ -20,6 +20,7 @@ from itertools import pairwise
 from autopart.ir.action import Kind, Schedule, stages_of
 from autopart.ir.cost import SegmentCost, SegmentNumbers
 from autopart.ir.mesh import Mesh
+from autopart.ir.placement import Modes
 from autopart.ir.plan import StageMemory, first_match
 from autopart.schedules import Timeline
 from autopart.solver.chunks import solve_chunks
@@ -121,11 +122,10 @@ def pose(request: Request, candidate: Candidate) -> tuple[MemoryModel, SplitProb
     numbers = tuple(handed(n, halved) for n in numbers_of(request.at(inside(candidate.mesh)).costs, samples))
     modes = tuple(first_match(candidate.placements, name).on("dp") for name in request.names)
     model = MemoryModel(numbers, modes, dp, request.optimizer_ratio)
-    part = output_part(request, candidate)
-    every = 0
-    if part is not None:  # each rank has one beside its stage: two microbatches are between S and T at a time
-        mode = first_match(candidate.placements, part.name).on("dp")
-        every = MemoryModel((part,), (mode,), dp, request.optimizer_ratio).rank([(0, 1)], [(2,)]).total
+    every = sum(
+        MemoryModel((part,), (mode,), dp, request.optimizer_ratio).rank([(0, 1)], [(2,)]).total
+        for part, mode in in_parts(request, candidate)  # two microbatches are between S and T at a time
+    )
     problem = SplitProblem(
         times=tuple(round(sum(segment_seconds(n, request.cluster)) * FEMTOSECONDS) for n in numbers),
         boundaries=tuple(n.boundary_bytes for n in numbers),
@@ -139,17 +139,44 @@ def pose(request: Request, candidate: Candidate) -> tuple[MemoryModel, SplitProb
     return model, problem
 
 
+def in_parts(request: Request, candidate: Candidate) -> tuple[tuple[SegmentNumbers, Modes], ...]:
+    """What each pipeline rank has beside its stage of the layers that are split over them, and how it is placed."""
+    found = (output_part(request, candidate), input_part(request, candidate))
+    return tuple((part, first_match(candidate.placements, part.name).on("dp")) for part in found if part is not None)
+
+
 def output_part(request: Request, candidate: Candidate) -> SegmentNumbers | None:
     """What each pipeline rank has of the output layer where it is split over them, else None."""
     if request.output is None:
         return None
+    made = _share(request, candidate, request.output)
+    split = {tied.name for tied in request.lookup.tied} if request.lookup is not None else set[str]()
+    whole = [tied for tied in request.output.tied if tied.name not in split]  # which every rank has whole
     ranks = candidate.mesh.degree("pp")
-    numbers = request.output.at(request.samples(candidate.mesh, candidate.microbatches))
+    rest = [(tied.nbytes - tied.nbytes // ranks, tied.trainable) for tied in whole]
+    return replace(
+        made,
+        parameter_bytes=made.parameter_bytes + sum(more for more, _ in rest),
+        trainable_bytes=made.trainable_bytes + sum(more * trainable for more, trainable in rest),
+    )
+
+
+def input_part(request: Request, candidate: Candidate) -> SegmentNumbers | None:
+    """What each pipeline rank has of the input embedding where it is split over them, else None.
+
+    Of one that is tied to the output layer, it has the same part as of that.
+    """
+    if request.lookup is None:
+        return None
+    made = _share(request, candidate, request.lookup)
+    return replace(made, parameter_bytes=0, trainable_bytes=0) if request.lookup.tied else made
+
+
+def _share(request: Request, candidate: Candidate, cost: SegmentCost) -> SegmentNumbers:
+    """A pipeline rank's share of what a segment costs, all its parameters divided."""
+    ranks = candidate.mesh.degree("pp")
+    numbers = cost.at(request.samples(candidate.mesh, candidate.microbatches))
     shares = {f.name: -(-getattr(numbers, f.name) // ranks) for f in fields(numbers) if f.name not in ("name", "tied")}
-    for tied in numbers.tied:  # which every rank has whole
-        rest = tied.nbytes - tied.nbytes // ranks
-        shares["parameter_bytes"] += rest
-        shares["trainable_bytes"] += rest * tied.trainable
     return replace(numbers, tied=(), **shares)
 
 
@@ -170,7 +197,13 @@ def stage_seconds(request: Request, solved: Solved) -> list[dict[str, float]]:
     """The time of each kind of action of one microbatch, stage by stage."""
     segments, part = solved.model.segments, output_part(request, solved.candidate)
     shared = {} if part is None else output_seconds(part, request.cluster, solved.candidate.schedule.barriers)
-    return [{**action_seconds(segments[i:j], request.cluster, first=i == 0), **shared} for i, j in solved.runs]
+    looked = input_part(request, solved.candidate)
+    if looked is not None:
+        shared |= dict(zip("ED", segment_seconds(looked, request.cluster), strict=True))
+    return [
+        {**action_seconds(segments[i:j], request.cluster, first=i == 0 and looked is None), **shared}
+        for i, j in solved.runs
+    ]
 
 
 def edge_seconds(request: Request, solved: Solved) -> float:
@@ -186,7 +219,11 @@ def exchanged_seconds(request: Request, solved: Solved) -> float:
         exchange_seconds(model.segments[i:j], model.modes[i:j], model.degree, count, request.cluster)
         for i, j in solved.runs
     ]
-    return max(sum(exchanged[stage] for stage in held) for held in solved.held())
+    shared = sum(
+        exchange_seconds([part], [mode], model.degree, count, request.cluster)
+        for part, mode in in_parts(request, solved.candidate)
+    )
+    return shared + max(sum(exchanged[stage] for stage in held) for held in solved.held())
 
 
 def first_fit(request: Request) -> Solved | None:

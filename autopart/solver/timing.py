@@ -28,7 +28,7 @@ def segment_seconds(segment: SegmentNumbers, cluster: Cluster) -> tuple[float, f
 def action_seconds(segments: Sequence[SegmentNumbers], cluster: Cluster, *, first: bool) -> dict[str, float]:
     """Seconds of a forward (F), a backward (B) and its halves (I, W) of one microbatch on a stage of some segments.
 
-    On the `first` stage, from which no gradient goes on, I has nothing to do.
+    On the `first` stage, if no gradient goes on from it, I has nothing to do.
     """
     pairs = [segment_seconds(segment, cluster) for segment in segments]
     halves = [halves_seconds(segment, cluster) for segment in segments]
@@ -63,7 +63,7 @@ def halves_seconds(segment: SegmentNumbers, cluster: Cluster) -> tuple[float, fl
 
 def timeline(schedule: Schedule, seconds: Sequence[Mapping[str, float]], delay: float = 0.0) -> Timeline:
     """One flush of a pipeline from each stage's `action_seconds`; an edge between ranks takes `delay`."""
-    kinds = "FBIWST" if schedule.barriers else "FBIW"
+    kinds = "FBIW" + "ST" * bool(schedule.barriers) + "ED" * schedule.looks_up
     return simulate(schedule, costs={kind: tuple(each[kind] for each in seconds) for kind in kinds}, comm=delay)
 
 
