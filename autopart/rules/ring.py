@@ -36,6 +36,9 @@ aten = torch.ops.aten
 DIM = 2
 """Of queries, keys and values, [samples, heads, tokens, width], the dim of the tokens."""
 
+SUMS = ("dk_sum", "dv_sum")
+"""What the gradients of keys and of values are called on their way."""
+
 NONE = float("-inf")
 """The logarithm of the sum over no keys."""
 
@@ -109,18 +112,18 @@ def _blocks(w: Writer, call: Call) -> Iterator[_Block]:
     key, value = w.refs["key"], w.refs["value"]
     for hops in range(w.degree):
         if hops:
-            key, value = (_shifted(w, x, hops, w.refs[slot]) for x, slot in ((key, "key"), (value, "value")))
+            key, value = _shifted(w, key, hops, "key"), _shifted(w, value, hops, "value")
         home = (w.place - hops) % w.degree
         yield _Block(hops, key, value, _columns(w, home), bool(call.args["is_causal"]) and home > w.place)
 
 
-def _shifted(w: Writer, x: Value, hops: int, named: Value) -> Value:
+def _shifted(w: Writer, x: Value, hops: int, name: str) -> Value:
     """What comes from the place before for what is handed on, which then is `hops` places from home."""
     own = times(w.cut.outer, w.pieces[(w.place - hops) % w.degree])
     assert own is not None  # tokens do not move with the batch
     args = (x, w.axis, hops, DIM, w.cut.outer, w.pieces)
     like = _rows(x, own)
-    return w(operator("shift"), *args, like=like, name=w.unused(f"{named.name}_{hops}"))
+    return w(operator("shift"), *args, like=like, name=w.unused(f"{name}_{hops}"))
 
 
 def _rows(x: Value, count: Dim) -> Value:
@@ -190,8 +193,8 @@ def _attended(w: Writer, call: Call, block: _Block) -> tuple[Value, Value]:
     assert made is not None  # dead calls are not placed
     (query,), key, value = _seeing(w, block, (w.refs["query"],))
     precise = made.dtype if made.dtype.itemsize >= torch.float32.itemsize else torch.float32
-    out = Value(w.unused(f"{made.name}_{block.hops}"), (*query.shape[:-1], value.shape[-1]), made.dtype)
-    lse = Value(w.unused("logsumexp"), query.shape[:-1], precise)
+    out = Value(w.unused(f"out_{block.hops}"), (*query.shape[:-1], value.shape[-1]), made.dtype)
+    lse = Value(w.unused(f"lse_{block.hops}"), query.shape[:-1], precise)
     args = (query, key, value, 0.0, call.args["is_causal"])
     w.put(w.node.op, args, (out, lse), _keywords(call, block))
     if precise != out.dtype:
@@ -235,7 +238,7 @@ def _backward(w: Writer, call: Call) -> None:
     own: tuple[Value | None, ...] = ()
     for block in _blocks(w, call):
         if block.hops > 1:  # those of the first block stay at home
-            summed[1:] = [x and _shifted(w, x, block.hops, x) for x in summed[1:]]
+            summed[1:] = [x and _shifted(w, x, block.hops, name) for x, name in zip(summed[1:], SUMS, strict=True)]
         found = _gradients(w, call, block, rows)
         if block.hops == 0:
             own = found
@@ -246,7 +249,7 @@ def _backward(w: Writer, call: Call) -> None:
         total = summed[number]
         if out is not None and total is not None:
             if number:
-                total = _added(w, _shifted(w, total, w.degree, total), own[number])
+                total = _added(w, _shifted(w, total, w.degree, SUMS[number - 1]), own[number])
             assert total is not None  # a sum of two
             w.named(out, total)
 
@@ -255,8 +258,8 @@ def _gradients(w: Writer, call: Call, block: _Block, rows: tuple[Value, ...]) ->
     """The gradients of queries, keys and values that come of a block, as far as they are used."""
     (grad, query, out, lse), key, value = _seeing(w, block, rows)
     made = [
-        None if out is None else Value(w.unused(f"{out.name}_{block.hops}"), like.shape, out.dtype)
-        for out, like in zip(w.outs, (query, key, value), strict=True)
+        None if out is None else Value(w.unused(f"{name}_{block.hops}"), like.shape, out.dtype)
+        for out, like, name in zip(w.outs, (query, key, value), ("dq", "dk", "dv"), strict=True)
     ]
     args = (grad, query, key, value, out, lse, 0.0, call.args["is_causal"])
     w.put(w.node.op, args, made, _keywords(call, block))
