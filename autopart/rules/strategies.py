@@ -11,7 +11,7 @@ runs whole: what it draws depends on where an element is in the whole tensor.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +20,7 @@ from autopart.ir.graph import Arg, Node, Value
 from autopart.ir.placed import Cut, Strategy
 from autopart.ir.placement import Partial, Replicate, Shard, TensorPlacement
 from autopart.rules.factor import Call, Dims, Rule, bind
+from autopart.rules.ring import deal
 from autopart.rules.split import cut_of, legal, shard_of
 from autopart.rules.spread import spread
 from autopart.rules.table import rule_of
@@ -43,11 +44,15 @@ class Ruled:
         rule = None if drawn else rule_of(node, call)
         return cls(node, call, rule, None if rule is None else spread(call, rule))
 
-    def cuts(self, degree: int) -> frozenset[Cut]:
-        """The loops that can be split as they are, without looking at how a neighbour splits them."""
-        if self.rule is None:
-            return frozenset()
-        return frozenset(c for f in range(len(self.rule.factors)) if self.allows(c := Cut(f), degree))
+    def cuts(self, degree: int, turns: Collection[int] = ()) -> frozenset[Cut]:
+        """The loops that can be split as they are, without looking at how a neighbour splits them.
+
+        Those as long as one of `turns` may be dealt out in turn, too.
+        """
+        factors = () if self.rule is None else self.rule.factors
+        found = [Cut(number) for number in range(len(factors))]
+        dealt = [deal(number, each.size, degree) for number, each in enumerate(factors) if each.size in turns]
+        return frozenset(cut for cut in (*found, *dealt) if cut is not None and self.allows(cut, degree))
 
     def allows(self, cut: Cut, degree: int) -> bool:
         """Whether a loop of this node can be split so."""

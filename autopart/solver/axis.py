@@ -84,7 +84,9 @@ class Axis:
         if spread is not None and spread.turns:
             moved *= self.degree
         seconds = max(work * self._part(ruled, strategy) / cluster.flops, moved / cluster.bandwidth)
-        return round(seconds * PICO) + (0 if spread is None else sum(self._sent(ruled, values, s) for s in spread.sends))
+        return round(seconds * PICO) + (
+            0 if spread is None else sum(self._sent(ruled, values, s) for s in spread.sends)
+        )
 
     def local_bytes(self, value: Value, how: TensorPlacement | None) -> float:
         """The bytes that the fullest place has of a value."""

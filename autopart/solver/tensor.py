@@ -22,7 +22,6 @@ from autopart.ir.placed import Cut, Move, PlacedBody, PlacedFunction, Strategy
 from autopart.ir.placement import Partial, Replicate, Shard, TensorPlacement
 from autopart.ir.segmented import Body, Function, Segment
 from autopart.rules.alias import roots
-from autopart.rules.ring import deal
 from autopart.rules.strategies import Ruled, split, strategies
 from autopart.solver.axis import Axis
 from autopart.solver.layout import Layout, Option, Unit, flows, tree
@@ -200,7 +199,7 @@ class _Build:
         for i, ruled in enumerate(self.ruled):
             for name in dict.fromkeys((*(o.value.name for o in ruled.call.operands), *ruled.node.names())):
                 users.setdefault(self._key(name), []).append(i)
-        waiting = [(i, cut) for i, ruled in enumerate(self.ruled) for cut in self._first(ruled)]
+        waiting = [(i, cut) for i, ruled in enumerate(self.ruled) for cut in ruled.cuts(self.degree, self.turns)]
         while waiting:
             i, cut = waiting.pop()
             if cut in cuts[i]:
@@ -212,14 +211,6 @@ class _Build:
                     shards[key].add(shard)
                     waiting += [(j, c) for j in users[key] for c in self._cuts(self.ruled[j], key, shard)]
         return cuts, shards
-
-    def _first(self, ruled: Ruled) -> Iterator[Cut]:
-        """The cuts of a node that come into question whatever its neighbours do: in equal runs, or dealt out in turn."""
-        yield from ruled.cuts(self.degree)
-        for number, factor in enumerate(ruled.rule.factors if ruled.rule is not None else ()):
-            cut = deal(number, factor.size, self.degree) if factor.size in self.turns else None
-            if cut is not None and ruled.allows(cut, self.degree):
-                yield cut
 
     def _cuts(self, ruled: Ruled, key: str, shard: Shard) -> Iterator[Cut]:
         names = dict.fromkeys((*(o.value.name for o in ruled.call.operands), *ruled.node.names()))
@@ -349,6 +340,7 @@ def layout_of(
     """The layout of a body, whose formals are those of `segment`, on an axis. What is in `whole` passes it unsplit.
 
     `pins` are of parameters, by local name. Loops as long as one of `turns` may be dealt out in turn, too. Without
-    `split` nothing in the body is split: every place computes all of it. Raises ValueError for a pin that nothing in the body can keep, naming those that it can.
+    `split` nothing in the body is split: every place computes all of it. Raises ValueError for a pin that nothing in
+    the body can keep, naming those that it can.
     """
     return _Build(body, segment, axis, whole, pins or {}, turns).build(split=split)
