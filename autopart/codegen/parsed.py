@@ -43,7 +43,8 @@ def _unread(body: ast.FunctionDef) -> tuple[tuple[int, str], ...]:
     """The names that a function gives to values which it never reads, each with its line in the source."""
     names = [node for node in ast.walk(body) if isinstance(node, ast.Name)]
     read = {node.id for node in names if isinstance(node.ctx, ast.Load)} | {"_"}
-    return tuple((node.lineno, node.id) for node in names if isinstance(node.ctx, ast.Store) and node.id not in read)
+    stored = (node for node in names if isinstance(node.ctx, ast.Store))
+    return tuple(sorted((node.lineno, node.id) for node in stored if node.id not in read))
 
 
 @dataclass(frozen=True, slots=True)

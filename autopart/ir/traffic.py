@@ -71,6 +71,6 @@ def sent_bytes(collective: str, payload: int, ranks: int) -> int:
     if collective not in KNOWN:
         raise ValueError(f"unknown collective {collective!r}; one of {', '.join(KNOWN)}")
     if collective == "shift":
-        return payload // ranks
+        return payload // ranks if ranks > 1 else 0
     factor = 2 if collective == "all_reduce" else 1
     return factor * (ranks - 1) * payload // (ranks**2 if collective == "all_to_all" else ranks)
