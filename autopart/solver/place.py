@@ -100,7 +100,7 @@ def place(segmented: Segmented, axis: Axis, pins: Mapping[str, Pin] | None = Non
 TIE, DEAR = 1e-3, 1e6
 """Picoseconds a byte: of equally fast layouts the smaller, and memory before all."""
 
-LARGEST = 1 << 24
+LARGEST = 1 << 25
 """The most entries of a table that is worth its time: what needs more (a loop over time, say) is not split."""
 
 
@@ -142,10 +142,10 @@ def _solvable(
 ) -> tuple[BodyLayout, Eliminated]:
     """The layout of a body, solved at the usual price.
 
-    Where that is too entangled nothing is dealt out in turn; where that does not do, nothing is split.
+    Where that is too entangled attention does not go in a ring; where that does not do, nothing is split.
     """
-    for dealt in (turns, ()) if turns else ((),):
-        layout = layout_of(body, segment, axis, whole, pins, turns=dealt)
+    for rings in (turns, None):
+        layout = layout_of(body, segment, axis, whole, pins, turns=rings)
         with contextlib.suppress(MemoryError):
             return layout, solve(layout.layout, units, TIE, LARGEST)
     layout = layout_of(body, segment, axis, whole, pins, split=False)
