@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -54,13 +54,34 @@ class Layer(nn.Module):
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 
 
+class Linear(nn.Module):
+    """Linear attention, its right product first: a state of keys and values, the same for all queries (LASP)."""
+
+    def __init__(self, heads: int = 2) -> None:
+        super().__init__()
+        self.heads, self.norm = heads, nn.LayerNorm(WIDTH)
+        self.query, self.key, self.value, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        h = self.norm(x)
+        parts = (part(h).unflatten(-1, (self.heads, -1)) for part in (self.query, self.key, self.value))
+        query, key, value = (part.transpose(1, 2) for part in parts)
+        query, key = F.elu(query) + 1, F.elu(key) + 1
+        state, total = key.transpose(-1, -2) @ value, key.sum(-2, keepdim=True).transpose(-1, -2)
+        mixed = (query @ state) / (query @ total)
+        return x + self.out(mixed.transpose(1, 2).flatten(2))
+
+
 class Model(nn.Module):
     """Two layers between an embedding and a loss; `masked` hides keys, in places all of a block, and all from a few."""
 
-    def __init__(self, length: int, heads: int, shared: int, *, causal: bool, masked: bool, again: bool) -> None:
+    def __init__(
+        self, length: int, heads: int, shared: int, *, causal: bool, masked: bool, again: bool, linear: bool
+    ) -> None:
         super().__init__()
         self.token, self.place = nn.Embedding(CLASSES, WIDTH), nn.Embedding(length, WIDTH)
-        self.layers = nn.ModuleList(Layer(heads, shared, causal=causal, again=again) for _ in range(2))
+        layer = Linear if linear else partial(Layer, heads, shared, causal=causal, again=again)
+        self.layers = nn.ModuleList(layer() for _ in range(2))
         self.head = nn.Linear(WIDTH, CLASSES)
         self.masked = masked
 
@@ -86,6 +107,7 @@ CASES: Mapping[str, dict[str, Any]] = {
     "masked": {"length": 23, "masked": True},
     "again": {"length": 24, "causal": True, "again": True},
     "heads": {"length": 24, "heads": 4, "shared": 4, "causal": True},
+    "linear": {"length": 192, "linear": True},
 }
 """What each model is; of one head where nothing is said."""
 
@@ -94,7 +116,7 @@ CASES: Mapping[str, dict[str, Any]] = {
 def made(name: str) -> tuple[nn.Module, tuple[Any, ...], Segmented]:
     """A model in float64, its call, and its step in segments."""
     torch.manual_seed(0)
-    usual = {"heads": 1, "shared": 1, "causal": False, "masked": False, "again": False}
+    usual = {"heads": 1, "shared": 1, "causal": False, "masked": False, "again": False, "linear": False}
     model = Model(**{**usual, **CASES[name]}).double()
     ids = torch.randint(CLASSES, (SAMPLES, CASES[name]["length"]))
     args = ids, ids.roll(-1, 1)
@@ -118,8 +140,9 @@ def only_rings(ruled: Ruled, cuts: Iterable[Cut], degree: int) -> tuple[Strategy
     return tuple(strategy for strategy in found if strategy.ring) or found
 
 
-def forced(name: str, mesh: tuple[tuple[str, int], ...], **pins: Any) -> Program:
+@cache
+def forced(name: str, mesh: tuple[tuple[str, int], ...], cluster: Cluster = NEAR, **pins: Any) -> Program:
     """The program in which attention goes in a ring, whatever is cheapest."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("autopart.solver.tensor.strategies", only_rings)
-        return program(name, mesh, **pins)
+        return program.__wrapped__(name, mesh, cluster, **pins)

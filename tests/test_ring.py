@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
+import re
 from itertools import product
+from random import Random
 from typing import Any
 
 import pytest
 import torch
 
 from autopart.api import parallelize
+from autopart.cluster import Cluster
 from autopart.codegen.exchange import exchanges
 from autopart.codegen.shapes import Bodies
 from autopart.errors import VerificationError
@@ -25,7 +28,7 @@ from autopart.testing import assert_parity
 from autopart.testing.parity import compare, train
 from autopart.testing.rules import as_node, values
 from tests.launch import launch
-from tests.ring_models import CASES, NEAR, SAMPLES, WIDTH, forced, made, program, route
+from tests.ring_models import CASES, CLASSES, NEAR, SAMPLES, WIDTH, forced, made, program, route
 from tests.tensor_axis import LATE, adam, axes, soak
 from tests.test_eliminate import oracle
 from tests.test_rule_strategies import run_all
@@ -106,6 +109,9 @@ def test_a_block_that_is_not_merged_shows_in_the_numbers(monkeypatch: pytest.Mon
 
 PP2 = {"microbatches": 2, "schedule": "1f1b"}
 
+SPANS = (7, 11), (8, 18), (7, 11), (-9, -4)
+"""Powers of ten among which FLOP/s, bytes/s of memory and of links, and seconds a message are drawn."""
+
 
 @pytest.mark.parametrize(
     ("name", "mesh", "pins"),
@@ -135,6 +141,50 @@ def test_training_is_that_of_one_device(name: str, mesh: Any, pins: dict[str, An
     whole = forced(name, mesh, **pins)
     assert "shift_values" in whole.ranks[1].source
     assert_parity(*made(name)[:2], plan=whole, capture=route(name))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(8))
+def test_any_cluster(seed: int) -> None:
+    """What is fastest somewhere is right, beside whatever else is split."""
+    draw = Random(seed)
+    cluster = Cluster.uniform(8, 2**40, *(10 ** draw.uniform(*span) for span in SPANS))
+    name, mesh = (
+        draw.choice(["causal", "grouped", "pairs", "masked"]),
+        draw.choice([axes(cp=2), axes(cp=3), axes(tp=4)]),
+    )
+    whole = draw.choice([program, forced])(name, mesh, cluster=cluster)
+    assert_parity(*made(name)[:2], plan=whole, capture="direct", steps=2)
+
+
+@pytest.mark.soak
+def test_other_lengths_and_evaluation() -> None:
+    """Programs that the plan has not seen go in a ring where the tokens can be dealt out."""
+    plain = made("grouped")[0]
+    mine = parallelize(copy.deepcopy(plain), mesh={"cp": 2}, cluster=NEAR, capture="direct")
+    for length, round_trips in ((24, True), (23, False), (12, True)):
+        ids = torch.arange(2 * length).view(2, length) % CLASSES
+        loss, expected = mine(ids, ids.roll(-1, 1)), plain(ids, ids.roll(-1, 1))
+        assert ("shift_values" in mine.program.ranks[0].source) == round_trips
+        found = torch.autograd.grad(expected, list(plain.parameters()))
+        loss.backward()
+        for parameter, gradient in zip(mine.parameters(), found, strict=True):
+            torch.testing.assert_close(parameter.grad, gradient, rtol=1e-9, atol=1e-12)
+        mine.zero_grad()
+    mine.eval()
+    with torch.no_grad():
+        torch.testing.assert_close(mine(ids, ids), plain(ids, ids), rtol=1e-10, atol=1e-12)
+
+
+def test_linear_attention_adds_up_states() -> None:
+    """Of keys and values a place has the tokens that it has: what all queries need of them are two sums, no tokens."""
+    whole = program("linear", axes(cp=3))
+    text = whole.ranks[1].source
+    (forward,) = re.findall(r"^def layers_1_forward\(.*?(?=\n\n\n)", text, re.M | re.S)
+    (backward,) = re.findall(r"^def layers_1_backward\(.*?(?=\n\n\n)", text, re.M | re.S)
+    assert re.findall(r"world\.(\w+)_values", forward) == ["all_reduce"] * 2
+    assert {*re.findall(r"world\.(\w+)_values", backward)} == {"all_reduce"}
+    assert_parity(*made("linear")[:2], plan=whole, capture="direct", steps=1)
 
 
 def gloo_case() -> dict[str, int]:
