@@ -6,7 +6,9 @@ have, in order:
 
 * ``all_gather(x, axis, dim, outer, pieces)``: this place's piece of the dim -> the whole;
 * ``reduce_scatter(x, axis, dim, outer, pieces)``: a part of a sum -> this place's piece of the sum;
-* ``all_to_all(x, axis, from_dim, from_outer, from_pieces, dim, outer, pieces)``: split one way -> split another way.
+* ``all_to_all(x, axis, from_dim, from_outer, from_pieces, dim, outer, pieces)``: split one way -> split another way;
+* ``shift(x, axis, hops, dim, outer, pieces)``: one step round the ring of places, each handing what it has to the
+  next: the piece of the place ``hops - 1`` before -> that of the place `hops` before.
 
 They have schemas and no kernels: the text of a program calls its world for them (`runtime.values`).
 """
@@ -24,6 +26,7 @@ SCHEMAS = {
     "all_gather": f"Tensor x, {_PIECE}",
     "reduce_scatter": f"Tensor x, {_PIECE}",
     "all_to_all": f"Tensor x, {_FROM}, int dim, SymInt outer, SymInt[] pieces",
+    "shift": "Tensor x, str axis, int hops, int dim, SymInt outer, SymInt[] pieces",
 }
 
 

@@ -90,7 +90,7 @@ def run(functions: Sequence[Function], given: Sequence[Sequence[torch.Tensor]], 
         name, _, args = asked[0]
         tensors = [tensor for _, tensor, _ in asked]
         answers = _perform(name, tensors, args)
-        split = name in ("all_gather", "all_to_all")
+        split = name in ("all_gather", "all_to_all", "shift")
         log.append((name, sum(t.nbytes for t in tensors) if split else tensors[0].nbytes))
 
 
@@ -99,6 +99,8 @@ def _perform(name: str, tensors: list[torch.Tensor], args: tuple[Any, ...]) -> l
         _, how = args
         both = torch.stack(tensors)
         return [both.sum(0) if how == "sum" else both.amax(0)] * len(tensors)
+    if name == "shift":
+        return tensors[-1:] + tensors[:-1]
     _, dim, outer, sizes, *rest = args
     if name == "all_gather":
         return [joined(tensors, dim, outer)] * len(tensors)

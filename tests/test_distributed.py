@@ -48,6 +48,7 @@ def exercise(transport: Transport) -> dict[str, Any]:
         for dtype in MOVED:
             mine = made(transport.rank, 2, 3, dtype=dtype)
             out[f"all_gather {group} {dtype}"] = transport.all_gather(mine, group)
+            out[f"shift {group} {dtype}"] = transport.shift(mine, group)
             transport.broadcast(mine, group[-1], group)
             out[f"broadcast {group} {dtype}"] = mine
         out[f"objects {group}"] = transport.all_gather_object({"rank": transport.rank}, group)
@@ -170,6 +171,7 @@ def test_collectives(outcomes: list[dict[str, Any]], group: tuple[int, ...]) -> 
         for dtype in MOVED:
             parts = [made(member, 2, 3, dtype=dtype).reshape(-1) for member in group]
             assert_same(out[f"all_gather {group} {dtype}"], torch.cat(parts))
+            assert_same(out[f"shift {group} {dtype}"], parts[place - 1])
             assert_same(out[f"broadcast {group} {dtype}"], parts[-1].reshape(2, 3))
         assert out[f"objects {group}"] == [{"rank": member} for member in group]
         assert out[f"numbers {group}"] == [[member, 2**62, -1] for member in group]
@@ -225,13 +227,14 @@ def test_bytes_are_counted_by_the_rule(outcomes: list[dict[str, Any]]) -> None:
         numbered = 2 * 8 * sum(1 + i**3 for i in range(20))
         assert out["sent"] == {
             "send": ring + numbered + (4 * MESSAGE if rank < 2 else 0),
-            **dict.fromkeys(("all_reduce", "all_gather", "reduce_scatter", "broadcast"), 0),
+            **dict.fromkeys(("all_reduce", "all_gather", "reduce_scatter", "broadcast", "shift"), 0),
         }
         sizes = [len(group) for group in GROUPS if rank in group]
         reductions = [(12 * dtype.itemsize, size) for size in sizes for dtype in DTYPES] + [(48, 3), (12, 3)]
         gathers = [(6 * dtype.itemsize * size, size) for size in sizes for dtype in MOVED]
         assert out["collected"]["all_reduce"] == sum(sent_bytes("all_reduce", *each) for each in reductions)
         assert out["collected"]["all_gather"] == sum(sent_bytes("all_gather", *each) for each in gathers)
+        assert out["collected"]["shift"] == sum(sent_bytes("shift", *each) for each in gathers)
 
 
 def test_wrong_calls_are_refused_alike(outcomes: list[dict[str, Any]]) -> None:

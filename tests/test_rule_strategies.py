@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import pytest
@@ -24,11 +25,11 @@ from tests.rule_cases_network import CASES
 from tests.test_rules import _Fixed
 
 
-def run_all(node: Node, tensors: Tensors, results: Any, degree: int) -> list[Strategy]:
+def run_all(node: Node, tensors: Tensors, results: Any, degree: int, turns: Collection[int] = ()) -> list[Strategy]:
     """Run the node under each of its strategies on all places, and compare; returns the strategies."""
     known = values(tensors)
     ruled = Ruled.of(node, known)
-    found = strategies(ruled, sorted(ruled.cuts(degree), key=str), degree)
+    found = strategies(ruled, sorted(ruled.cuts(degree, turns), key=str), degree)
     outs = tuple(out.name for out in node.outs if out is not None)
     function = Function(tuple(known[o.value.name] for o in ruled.call.operands), (node,), outs)
     for strategy in found:

@@ -70,6 +70,28 @@ def test_pieces_of_a_dim(seed: int) -> None:
         assert scattered[place][1] == {"reduce_scatter": sent_bytes("reduce_scatter", payload, degree)}
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_pieces_go_round_a_ring(seed: int) -> None:
+    """After each step a place has the piece of one place further back; after as many as there are places, its own."""
+    draw = Random(seed)
+    degree = draw.choice([2, 3, 4])
+    first = cut(draw, shape := [draw.randrange(1, 5) for _ in range(3)], degree)
+    whole = torch.randn(sized(shape, first)).double()
+    each = parts(whole, *first)
+
+    def round_trip(world: Places, k: int) -> torch.Tensor:
+        held = each[k]
+        for hops in range(1, degree + 1):
+            held = world.shift_values(held, axis="tp", hops=hops, **keywords(first))
+            torch.testing.assert_close(held, each[k - hops], rtol=0, atol=0)
+        return held
+
+    payload = wire("shift", shape, 8, (1, *first))
+    for place, (made, sent) in enumerate(on_places(degree, round_trip)):
+        assert made is not each[place] and torch.equal(made, each[place])
+        assert sent == {"shift": degree * sent_bytes("shift", payload, degree)}
+
+
 @pytest.mark.parametrize("same", [False, True])
 @pytest.mark.parametrize("seed", range(8))
 def test_one_split_for_another(seed: int, same: bool) -> None:

@@ -19,8 +19,8 @@ from autopart.ir.traffic import wire
 class Exchange:
     """One collective that a body calls: its name and axis, the shape and dtype of the whole, and its other arguments.
 
-    `what` is how it reduces, or how the dim is cut: dim, outer and pieces, of all-to-all twice. `value` is the local
-    name of what a place brings; `line` counts from the body's first line.
+    `what` is how it reduces, or how the dim is cut: dim, outer and pieces, of all-to-all twice, of a shift after the
+    hops. `value` is the local name of what a place brings; `line` counts from the body's first line.
     """
 
     kind: str
@@ -60,7 +60,7 @@ def exchange_of(node: Node, batch: int) -> Exchange:
 
     what = tuple(map_arg(tuple(rest), number))
     shape, kind = out.at(batch), collective_name(node.op)
-    if kind in ("reduce_scatter", "all_to_all"):
+    if kind in ("reduce_scatter", "all_to_all", "shift"):
         dim, outer, pieces = what[-3:]
         shape = (*shape[:dim], outer * sum(pieces), *shape[dim + 1 :])
     return Exchange(kind, axis, shape, out.dtype, what, x.name)
@@ -121,24 +121,41 @@ class ExchangeWorld:
         self._note("all_to_all", axis, x, shape, what)
         return x.new_empty(self._piece(shape, axis, dim, outer, pieces))
 
+    def shift_values(
+        self, x: torch.Tensor, *, axis: str, hops: int, dim: int, outer: int = 1, pieces: Sequence[int]
+    ) -> torch.Tensor:
+        """The piece of the place `hops` before this one."""
+        shape = self._whole(x, axis, dim, outer, pieces, before=hops - 1)
+        self._note("shift", axis, x, shape, (hops, dim, outer, tuple(pieces)))
+        return x.new_empty(self._piece(shape, axis, dim, outer, pieces, before=hops))
+
     def _place(self, axis: str) -> int:
         if axis not in self.places:
             raise TypeError(f"the mesh has no axis {axis!r} to exchange values on; it has {', '.join(self.places)}")
         return self.places[axis]
 
-    def _whole(self, x: torch.Tensor, axis: str, dim: int, outer: int, pieces: Sequence[int]) -> tuple[int, ...]:
-        place, shape = self._place(axis), tuple(x.shape)
-        if not 0 <= dim < len(shape) or place >= len(pieces) or shape[dim] != outer * pieces[place]:
+    def _whole(
+        self, x: torch.Tensor, axis: str, dim: int, outer: int, pieces: Sequence[int], before: int = 0
+    ) -> tuple[int, ...]:
+        """The shape of the whole of which `x` is the piece of this place, or of one so many `before` it in the ring."""
+        place, shape = self._holder(axis, before, pieces), tuple(x.shape)
+        if not 0 <= dim < len(shape) or place not in range(len(pieces)) or shape[dim] != outer * pieces[place]:
             raise TypeError(
                 f"place {place} of {axis!r} has {list(shape)}, not {outer} x {list(pieces)} along dim {dim}"
             )
         return (*shape[:dim], outer * sum(pieces), *shape[dim + 1 :])
 
-    def _piece(self, shape: tuple[int, ...], axis: str, dim: int, outer: int, pieces: Sequence[int]) -> tuple[int, ...]:
-        place = self._place(axis)
-        if not 0 <= dim < len(shape) or place >= len(pieces) or shape[dim] != outer * sum(pieces):
+    def _piece(
+        self, shape: tuple[int, ...], axis: str, dim: int, outer: int, pieces: Sequence[int], before: int = 0
+    ) -> tuple[int, ...]:
+        place = self._holder(axis, before, pieces)
+        if not 0 <= dim < len(shape) or place not in range(len(pieces)) or shape[dim] != outer * sum(pieces):
             raise TypeError(f"{list(shape)} is cut along dim {dim} into {outer} x {list(pieces)}")
         return (*shape[:dim], outer * pieces[place], *shape[dim + 1 :])
+
+    def _holder(self, axis: str, before: int, pieces: Sequence[int]) -> int:
+        place = self._place(axis) - before
+        return place + len(pieces) if place < 0 else place
 
     def _note(self, kind: str, axis: str, x: torch.Tensor, shape: tuple[int, ...], what: tuple[Any, ...]) -> None:
         self._place(axis)

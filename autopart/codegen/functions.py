@@ -81,6 +81,7 @@ def _exchange(node: Node, batch: str) -> list[str]:
         "all_gather": f"Shard({given.get('dim')}) -> Replicate()",
         "reduce_scatter": f"Partial(sum) -> Shard({given.get('dim')})",
         "all_to_all": f"Shard({given.get('from_dim')}) -> Shard({given.get('dim')})",
+        "shift": f"Shard({given.get('dim')}) -> that of the place {given.get('hops')} before,",
     }[name]
     return [f"# {x.name}: {told} on {axis}", *call(f"{out.name} = world.{name}_values", args, "")]
 

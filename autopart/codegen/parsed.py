@@ -39,18 +39,27 @@ def _operands(body: ast.FunctionDef) -> Iterator[tuple[int, str]]:
                 yield node.lineno - body.lineno, name
 
 
+def _unread(body: ast.FunctionDef) -> tuple[tuple[int, str], ...]:
+    """The names that a function gives to values which it never reads, each with its line in the source."""
+    names = [node for node in ast.walk(body) if isinstance(node, ast.Name)]
+    read = {node.id for node in names if isinstance(node.ctx, ast.Load)} | {"_"}
+    stored = (node for node in names if isinstance(node.ctx, ast.Store))
+    return tuple(sorted((node.lineno, node.id) for node in stored if node.id not in read))
+
+
 @dataclass(frozen=True, slots=True)
 class Body:
     """A body's text (with all that it calls), and whether what it returns may depend on the size of the whole batch.
 
     One that `communicates` takes the world before all else; `operands` are the names of what its collectives on values
-    are given, by line of the body.
+    are given, by line of the body, `unread` the names of values that it makes for nothing, by line of the source.
     """
 
     text: str
     reads_whole: bool
     communicates: bool = False
     operands: tuple[tuple[int, str], ...] = ()
+    unread: tuple[tuple[int, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +82,8 @@ def parse(source: str, name: str) -> Parsed:
         alone = functions.isdisjoint({*words} - {node.name})
         # Every body has B among its formals; the prologue begins with it.
         reads_whole = node.name == PROLOGUE or not alone or words.count("B") > 1
-        operands = tuple(_operands(node)) if _communicates(node) else ()
-        bodies[node.name] = Body(text if alone else source, reads_whole, _communicates(node), operands)
+        operands, unread = (tuple(_operands(node)), _unread(node)) if _communicates(node) else ((), ())
+        bodies[node.name] = Body(text if alone else source, reads_whole, _communicates(node), operands, unread)
     return Parsed(compile(tree, name, "exec"), bodies)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Generator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -28,7 +28,7 @@ class Recording:
     counts the events before that.
     `calls` has every call of a body, in order; a result says which of them it comes from (`Spec.call`). `kept` has the
     line of everything put in a store and not taken out again, and of every list taken out and not emptied; `stored`
-    counts what was put in.
+    counts what was put in. `unread` has what bodies that exchange values make and never read: line and name, by body.
     """
 
     names: Mapping[str, Any]
@@ -39,6 +39,7 @@ class Recording:
     stored: int
     yielded: Any = None
     early: int = 0
+    unread: Mapping[str, tuple[tuple[int, str], ...]] = field(default_factory=dict)
 
     @property
     def handed_out(self) -> tuple[Any, ...]:
@@ -74,7 +75,9 @@ def record(source: str, name: str, world: RecordingWorld, batch: RecordingBatch,
     left = [line for store in world.stores for line in (store.lines[k] for k in store)]
     left += [line for line, values in world.lists if values]
     stored = sum(len(store.lines) for store in world.stores)
-    return Recording(names, tuple(world.events), tuple(world.calls), result, tuple(left), stored, yielded, early)
+    unread = {function: body.unread for function, body in parsed.bodies.items()}
+    events, calls = tuple(world.events), tuple(world.calls)
+    return Recording(names, events, calls, result, tuple(left), stored, yielded, early, unread)
 
 
 def _through(names: Mapping[str, Any], world: RecordingWorld, batches: RecordingBatches) -> tuple[Any, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from autopart.ir.placed import collective_of
+from autopart.ir.placed import Strategy, collective_of
 from autopart.ir.plan_text import format_seconds
 from autopart.ir.tensor_plan import Costs, FunctionChoice, TensorPlan
 
@@ -42,9 +42,16 @@ def _passing(part: FunctionChoice) -> str:
     taken, given = (", ".join(dict.fromkeys(map(str, places))) for places in (part.inputs[:1], part.outputs[:1]))
     kinds = Counter(collective_of(move.source, move.target) for move in part.moves)
     sent = [f"{count} {kind}" for kind, count in kinds.items() if kind not in (None, "slice", "first")]
-    together = sum(strategy.spread for strategy in part.strategies)
+    rings = [strategy for strategy in part.strategies if strategy.ring]
+    sent += [_ring(strategy) for strategy in rings]
+    together = sum(strategy.spread for strategy in part.strategies) - len(rings)
     sent += [f"what {together} operator{'s' * (together > 1)} need to run together"] if together else []
     return f"from {taken or 'nothing'} to {given or 'nothing'}, {', '.join(sent) or 'nothing'} exchanged"
+
+
+def _ring(strategy: Strategy) -> str:
+    dealt = strategy.cut is not None and strategy.cut.outer != 1
+    return f"keys and values in a ring{' (tokens dealt out in turn)' if dealt else ''}"
 
 
 def _costs(costs: Costs) -> Iterator[str]:

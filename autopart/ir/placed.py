@@ -35,6 +35,12 @@ class Strategy:
     cut: Cut | None = None
     spread: bool = False
 
+    @property
+    def ring(self) -> bool:
+        """Whether it is attention of which queries and keys are both split: those travel round the places."""
+        how = dict(self.needs)
+        return self.spread and all(isinstance(how.get(slot), Shard) for slot in ("query", "key"))
+
 
 @dataclass(frozen=True, slots=True)
 class Move:

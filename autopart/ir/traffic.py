@@ -11,9 +11,9 @@ from math import prod
 from typing import Any
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
-"""Those of which every count has an entry; an all-to-all has one where there is any."""
+"""Those of which every count has an entry; an all-to-all and a shift have one where there is any."""
 
-KNOWN = (*COLLECTIVES, "all_to_all")
+KNOWN = (*COLLECTIVES, "all_to_all", "shift")
 """Those that the runtime performs, and counts."""
 
 
@@ -65,10 +65,12 @@ def sent_bytes(collective: str, payload: int, ranks: int) -> int:
 
     The payload is the whole buffer: what is reduced, or what is there after the gather. all-reduce 2 (N-1)/N M;
     all-gather and reduce-scatter (N-1)/N M (ZeRO, arXiv 1910.02054, section 7.1); broadcast counts (N-1)/N M, the
-    average over the ranks of a pipelined chain; all-to-all, of which each rank holds the Nth part, (N-1)/N of that.
-    Rounded down to whole bytes.
+    average over the ranks of a pipelined chain; all-to-all, of which each rank holds the Nth part, (N-1)/N of that;
+    a shift sends the Nth part that each rank has. Rounded down to whole bytes.
     """
     if collective not in KNOWN:
         raise ValueError(f"unknown collective {collective!r}; one of {', '.join(KNOWN)}")
+    if collective == "shift":
+        return payload // ranks if ranks > 1 else 0
     factor = 2 if collective == "all_reduce" else 1
     return factor * (ranks - 1) * payload // (ranks**2 if collective == "all_to_all" else ranks)

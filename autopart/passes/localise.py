@@ -25,8 +25,8 @@ from autopart.ir.placement import Shard, TensorPlacement
 from autopart.ir.segmented import Body, Function, defined
 from autopart.rules.factor import plus, slots, with_argument
 from autopart.rules.split import lengths, local_shape, local_size, product
-from autopart.rules.spread import Writer
 from autopart.rules.strategies import Ruled
+from autopart.rules.writer import Writer
 
 aten = torch.ops.aten
 
@@ -142,8 +142,7 @@ class _Local:
         assert rule is not None and cut is not None and ruled.spread is not None  # the strategy is spread
         parts = lengths(rule.factors[cut.factor].size, cut.outer, cut.unit, self.degree)
         assert parts is not None  # only legal splits are chosen
-        start = plus(parts[: self.place])
-        writer = Writer(ruled.node, refs, tuple(outs), self.axis, start, parts[self.place], self.degree, self._fresh)
+        writer = Writer(ruled.node, refs, tuple(outs), self.axis, cut, parts, self.place, self._fresh)
         ruled.spread.write(writer, ruled.call)
         self.nodes += writer.nodes
 

@@ -19,8 +19,8 @@ that microbatches differ in size. What the texts do is then held against these r
                  optimizer updated it in parts
 ``values``       each action calls each layer once, in order, with the values, inputs, buffers, parameters, random
                  draws, prologue values and gradients of outputs that the graph gives it, and exchanges inside what the
-                 graph of its place exchanges, in that order; what is sent, added to
-                 gradients, stored in buffers and handed out is what the layer returned for that
+                 graph of its place exchanges, in that order, and then reads all that the graph reads; what is sent,
+                 added to gradients, stored in buffers and handed out is what the layer returned for that
 ``gradients``    each backward (W, where it is in two) adds every gradient that it makes, once, to its own unit; each
                  unit is reduced once over dp, and once over the stages that share it, after its last contribution; what
                  begins to be reduced is waited for

@@ -42,6 +42,7 @@ class Values:
         self._parameters = {item.target: item.value.name for item in captured.of_kind("parameter")}
         self._known: dict[tuple[str, Kind], tuple[tuple[str, ...], Paths]] = {}
         self._exchanges: dict[tuple[int, Kind, int], tuple[Exchange, ...]] = {}
+        self._unread: dict[tuple[int, Kind], frozenset[str]] = {}
 
     def layers(self, action: Action) -> list[Segment]:
         """The segments whose functions an action calls, in order."""
@@ -63,6 +64,17 @@ class Values:
             phase = self.staged.segmented.phase(segment, kind)
             self._exchanges[key] = exchanges(phase.function, samples) if phase is not None else ()
         return self._exchanges[key]
+
+    def unread(self, segment: Segment, kind: Kind) -> frozenset[str]:
+        """What a layer's function makes and neither reads nor returns, as some that is recomputed later."""
+        key = segment.body, kind
+        if key not in self._unread:
+            phase = self.staged.segmented.phase(segment, kind)
+            assert phase is not None, "a layer that is called"
+            nodes = phase.function.nodes
+            read = {name for node in nodes for name in node.refs()} | {*phase.function.outputs, *(phase.keeps or ())}
+            self._unread[key] = frozenset(name for node in nodes for name in node.names() if name not in read)
+        return self._unread[key]
 
     def _phase(self, segment: Segment, phase: Phase | None) -> tuple[tuple[str, ...], Paths]:
         assert phase is not None, "a layer that is called"
@@ -145,6 +157,7 @@ class _Names:
             takes, self.returned[number] = known.of(segment, action.kind)
             self._check(text, call, segment.name, takes)
             _check_exchanges(text, call, known.exchanges(segment, action.kind, text.samples[action.microbatch]))
+            _check_read(text, call, known.unread(segment, action.kind))
 
     def _check(self, text: Text, call: Call, layer: str, takes: Iterable[str]) -> None:
         for found, wanted in zip_longest(map(self.of, call.given), takes):
@@ -162,6 +175,14 @@ def _check_exchanges(text: Text, call: Call, wanted: Sequence[Exchange]) -> None
             where = f"{text.during(call.within)}, {call.function} ({text.where(call.line)})"
             problem = f"inside it comes {made or 'no collective more'} where {needed or 'none'} is due"
             raise fault("values", where, problem, "exchange what the graph of this place exchanges, in that order")
+
+
+def _check_read(text: Text, call: Call, unread: frozenset[str]) -> None:
+    """A layer that exchanges values makes use of all that its graph makes use of: no place's part is left out."""
+    for line, name in text.recording.unread.get(call.function, ()):
+        if name not in unread:
+            where = f"{text.during(call.within)}, {call.function} ({text.where(line)})"
+            raise fault("values", where, f"{name} is never read", "use what is exchanged, and what is made of it")
 
 
 def _check_event(text: Text, event: Event, known: Values, names: _Names) -> None:

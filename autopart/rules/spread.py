@@ -7,97 +7,25 @@ its place has, and zero elsewhere. So a vocabulary stays split from the embeddin
     embedding(w, i)        rows of this place's part of w; zero for other rows. The places' results add up
     nll_loss(x, t)         the loss of the targets of this place's classes, all others ignored. These add up, too
 
-The functions here write those nodes for one place.
+The functions here write those nodes for one place; attention is in `ring`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping
 
 import torch
 
 from autopart.collectives import operator
-from autopart.ir.graph import Arg, Dim, Node, Ref, Value
-from autopart.ir.placed import Cut
+from autopart.ir.graph import Arg, Value
 from autopart.rules.factor import Call, Rule, wrap
+from autopart.rules.ring import RINGS
+from autopart.rules.writer import Sent, Spread, Writer, anyhow, consecutive
 
 aten = torch.ops.aten
 
 SUM = 2
 """The number of the reduction "sum" in the arguments of losses."""
-
-
-class Writer:
-    """Writes the nodes of one operator call at one place, whose operands are `refs` (by slot) and results `outs`.
-
-    `start` is where this place's piece of the split loop begins, `length` how long it is, `degree` how many places
-    there are; `name` gives unused names.
-    """
-
-    def __init__(
-        self, node: Node, refs: Mapping[str, Value], outs: Sequence[Value | None], axis: str, start: Dim, length: Dim,
-        degree: int, name: Callable[[str], str],
-    ) -> None:  # fmt: skip
-        self.node, self.refs, self.outs, self.axis, self.start, self.length = node, refs, outs, axis, start, length
-        self.degree = degree
-        self.nodes: list[Node] = []
-        self._name = name
-
-    def __call__(self, op: Any, *args: Any, like: Value, name: str = "", **kwargs: Any) -> Value:
-        """Append a call whose result has the shape and dtype of `like`; values in the arguments become references."""
-        value = Value(name or self._name(op.overloadpacket.__name__.strip("_")), like.shape, like.dtype)
-        self.put(op, args, (value,), kwargs)
-        return value
-
-    def put(
-        self, op: Any, args: Sequence[Any], outs: Sequence[Value | None], kwargs: Mapping[str, Any] | None = None
-    ) -> None:
-        """Append a call with these results."""
-        node = self.node
-        made = tuple(Ref(a.name) if isinstance(a, Value) else a for a in args)
-        single = len(op._schema.returns) == 1
-        keywords = tuple((kwargs or {}).items())
-        self.nodes.append(Node(op, made, keywords, tuple(outs), single, node.backward, node.module, node.source))
-
-    def last(self, op: Any, *args: Any, **kwargs: Any) -> None:
-        """Append the call that makes the node's (first) result."""
-        out = self.outs[0]
-        assert out is not None  # dead calls are not placed
-        self(op, *args, like=out, name=out.name, **kwargs)
-
-    def reduced(self, op: Any, x: Value, dim: int, how: str) -> Value:
-        """``all_reduce(op(x, dim, keepdim))``."""
-        thin = Value("", tuple(1 if i == dim else n for i, n in enumerate(x.shape)), x.dtype)
-        part = self(op, x, (dim,), True, like=thin)
-        return self(operator("all_reduce"), part, self.axis, how, like=thin)
-
-    def mine(self, index: Value) -> tuple[Value, Value]:
-        """An index counted from the start of this place's piece, and whether it is in it."""
-        flag = Value("", index.shape, torch.bool)
-        own = self(aten.sub.Tensor, index, self.start, like=index)
-        low, high = self(aten.ge.Scalar, own, 0, like=flag), self(aten.lt.Scalar, own, self.length, like=flag)
-        return own, self(aten.logical_and.default, low, high, like=flag)
-
-
-@dataclass(frozen=True, slots=True)
-class Spread:
-    """A blocked loop that may be split after all: `write` writes one place's nodes; results that lack the loop add up.
-
-    Meanwhile the places all-reduce, or gather, `exchanges` tensors, as large as one operand without one dim (`along`:
-    both).
-    """
-
-    factor: int
-    write: Callable[[Writer, Call], None]
-    contiguous: bool = True
-    exchanges: int = 0
-    along: tuple[str, int] = ("", 0)
-
-    def allows(self, cut: Cut) -> bool:
-        """Whether the loop may be cut so; a lookup needs its place's rows to be consecutive."""
-        return cut.factor == self.factor and (cut.outer == 1 or not self.contiguous)
 
 
 def spread(call: Call, rule: Rule) -> Spread | None:
@@ -116,13 +44,13 @@ def _dim(call: Call, slot: str) -> int:
     return wrap(call.args["dim"], call.ndim(slot))
 
 
-def _softmax_like(write: Callable[[Writer, Call], None], slot: str, exchanges: int) -> Callable[..., Spread | None]:
+def _softmax_like(write: Callable[[Writer, Call], None], slot: str) -> Callable[..., Spread | None]:
     def found(call: Call, rule: Rule) -> Spread | None:
         dim = _dim(call, slot)
         factor = _loop(rule, slot, dim)
         if factor is None or call.args.get("half_to_float", False):
             return None
-        return Spread(factor, write, contiguous=False, exchanges=exchanges, along=(slot, dim))
+        return Spread(factor, write, anyhow, (Sent("all_reduce", slot, dim),))
 
     return found
 
@@ -168,7 +96,7 @@ def _cast(w: Writer, value: Value) -> None:
 
 def _embedding(call: Call, rule: Rule) -> Spread | None:
     factor = _loop(rule, "weight", 0)
-    return None if factor is None else Spread(factor, _look_up)
+    return None if factor is None else Spread(factor, _look_up, consecutive)
 
 
 def _look_up(w: Writer, call: Call) -> None:
@@ -184,7 +112,7 @@ def _embedding_backward(call: Call, rule: Rule) -> Spread | None:
     dims = rule.results[0]
     if dims is None or len(dims[0]) != 1 or call.args["scale_grad_by_freq"]:
         return None
-    return Spread(dims[0][0], _scatter_rows)
+    return Spread(dims[0][0], _scatter_rows, consecutive)
 
 
 def _scatter_rows(w: Writer, call: Call) -> None:
@@ -210,7 +138,7 @@ def _nll(write: Callable[[Writer, Call], None]) -> Callable[..., Spread | None]:
         if len(call.results) > 1 and call.results[1] is not None:
             return None
         factor = _loop(rule, "self", 1)
-        return None if factor is None else Spread(factor, write)
+        return None if factor is None else Spread(factor, write, consecutive)
 
     return found
 
@@ -248,13 +176,14 @@ def _nll_backward(w: Writer, call: Call) -> None:
 
 
 SPREADS: Mapping[str, Callable[[Call, Rule], Spread | None]] = {
-    "_softmax": _softmax_like(_softmax, "self", 1),
-    "_log_softmax": _softmax_like(_log_softmax, "self", 1),
-    "_softmax_backward_data": _softmax_like(_softmax_backward, "output", 1),
-    "_log_softmax_backward_data": _softmax_like(_log_softmax_backward, "output", 1),
+    "_softmax": _softmax_like(_softmax, "self"),
+    "_log_softmax": _softmax_like(_log_softmax, "self"),
+    "_softmax_backward_data": _softmax_like(_softmax_backward, "output"),
+    "_log_softmax_backward_data": _softmax_like(_log_softmax_backward, "output"),
     "embedding": _embedding,
     "embedding_dense_backward": _embedding_backward,
     "nll_loss_forward": _nll(_nll_forward),
     "nll_loss_backward": _nll(_nll_backward),
+    **RINGS,
 }
 """By the operator's name."""

@@ -11,7 +11,7 @@ runs whole: what it draws depends on where an element is in the whole tensor.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -20,9 +20,11 @@ from autopart.ir.graph import Arg, Node, Value
 from autopart.ir.placed import Cut, Strategy
 from autopart.ir.placement import Partial, Replicate, Shard, TensorPlacement
 from autopart.rules.factor import Call, Dims, Rule, bind
+from autopart.rules.ring import deal
 from autopart.rules.split import cut_of, legal, shard_of
-from autopart.rules.spread import Spread, spread
+from autopart.rules.spread import spread
 from autopart.rules.table import rule_of
+from autopart.rules.writer import Spread
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,18 +44,27 @@ class Ruled:
         rule = None if drawn else rule_of(node, call)
         return cls(node, call, rule, None if rule is None else spread(call, rule))
 
-    def cuts(self, degree: int) -> frozenset[Cut]:
-        """The loops that can be split as they are, without looking at how a neighbour splits them."""
-        if self.rule is None:
-            return frozenset()
-        return frozenset(c for f in range(len(self.rule.factors)) if self.allows(c := Cut(f), degree))
+    def cuts(self, degree: int, turns: Collection[int] = ()) -> frozenset[Cut]:
+        """The loops that can be split as they are, without looking at how a neighbour splits them.
+
+        Those as long as one of `turns` may be dealt out in turn, too.
+        """
+        factors = () if self.rule is None else self.rule.factors
+        found = [Cut(number) for number in range(len(factors))]
+        dealt = [deal(number, each.size, degree) for number, each in enumerate(factors) if each.size in turns]
+        return frozenset(cut for cut in (*found, *dealt) if cut is not None and self.allows(cut, degree))
 
     def allows(self, cut: Cut, degree: int) -> bool:
         """Whether a loop of this node can be split so."""
         assert self.rule is not None  # cuts are of its factors
         if not legal(self.rule.factors, cut, degree):
             return False
-        return not self.rule.factors[cut.factor].blocked or (self.spread is not None and self.spread.allows(cut))
+        if not self.rule.factors[cut.factor].blocked:
+            return True
+        spread = self.spread
+        if spread is None or not spread.allows(cut, degree):
+            return False
+        return all(legal(self.rule.factors, other, degree) for other in spread.together(cut))
 
     def cut_for(self, name: str, shard: Shard, degree: int) -> Iterator[Cut]:
         """The cuts under which an operand or a result of this name is split so."""
@@ -63,8 +74,14 @@ class Ruled:
         dims += [d for d, out in zip(self.rule.results, self.node.outs, strict=False) if out and out.name == name and d]
         for found in dims:
             cut = cut_of(found, self.rule.factors, shard, degree)
-            if cut is not None and self.allows(cut, degree):
-                yield cut
+            if cut is not None:
+                yield from (each for each in self._with(cut) if self.allows(each, degree))
+
+    def _with(self, cut: Cut) -> tuple[Cut, ...]:
+        """The cut of a loop, and that of a loop which it may be split beside."""
+        if self.spread is None or cut.factor not in self.spread.beside:
+            return (cut,)
+        return cut, Cut(self.spread.factor, cut.outer, cut.unit)
 
     def operands(self) -> list[tuple[str, Dims]]:
         """The loops of every tensor operand, by slot."""
@@ -115,7 +132,7 @@ def split(ruled: Ruled, cut: Cut, degree: int) -> Strategy | None:
         return None
     needs: list[tuple[str, TensorPlacement | None]] = []
     for slot, dims in ruled.operands():
-        shard = shard_of(dims, rule.factors, cut, degree)
+        shard = _split_of(ruled, dims, cut, degree, slot)
         other: TensorPlacement | None = None if _ignored(ruled, slot) else Replicate()
         needs.append((slot, shard or (Partial() if slot in added else other)))
     gives = tuple(
@@ -127,10 +144,18 @@ def split(ruled: Ruled, cut: Cut, degree: int) -> Strategy | None:
     return None if _adds_flags(ruled, made) else made
 
 
+def _split_of(ruled: Ruled, dims: Dims, cut: Cut, degree: int, slot: str = "") -> Shard | None:
+    """How a tensor with these loops is split by a cut, and by those of loops that are split beside that."""
+    assert ruled.rule is not None  # cuts are of its factors
+    factors, spread = ruled.rule.factors, ruled.spread
+    cuts = spread.together(cut, slot) if spread is not None and spread.factor == cut.factor else (cut,)
+    return next((how for each in cuts if (how := shard_of(dims, factors, each, degree)) is not None), None)
+
+
 def _result(ruled: Ruled, number: int, cut: Cut, degree: int) -> TensorPlacement | None:
     rule = ruled.rule
     assert rule is not None
-    shard = shard_of(rule.results[number] or (), rule.factors, cut, degree)
+    shard = _split_of(ruled, rule.results[number] or (), cut, degree)
     if shard is not None:
         return shard
     if not rule.contracts(number, cut.factor):

@@ -193,6 +193,19 @@ class ProcessTransport:
             dist.all_to_all_single(_bytes(made), _bytes(whole), group=handle)
         return made
 
+    def shift(self, part: torch.Tensor, group: tuple[int, ...]) -> torch.Tensor:
+        """The flat `part` of the rank before this one in the ring of the group."""
+        part = part.detach().reshape(-1).contiguous()
+        with self._collective("shift", payload(part) * len(group), group) as handle:
+            if handle is None:
+                return part.clone()
+            made, at = torch.empty_like(part), group.index(self.rank)
+            on = dist.P2POp(dist.isend, _bytes(part), group[(at + 1) % len(group)], handle)
+            back = dist.P2POp(dist.irecv, _bytes(made), group[at - 1], handle)
+            for work in dist.batch_isend_irecv([on, back]):
+                _wait(work)
+        return made
+
     def broadcast(self, tensor: torch.Tensor, source: int, group: tuple[int, ...]) -> None:
         """Overwrite `tensor` with that of rank `source`."""
         if source not in group:

@@ -201,6 +201,12 @@ class LocalTransport:
         every = self._collective("all_to_all", whole.detach().reshape(-1), group, torch.stack)
         return every.view(len(group), len(group), -1)[:, group.index(self.rank)].reshape(-1)
 
+    def shift(self, part: torch.Tensor, group: tuple[int, ...]) -> torch.Tensor:
+        """The flat `part` of the rank before this one in the ring of the group."""
+        self._count("shift", payload(part) * len(group), group)
+        every = self._collective("shift", part.detach().reshape(-1), group, torch.stack)
+        return every[group.index(self.rank) - 1].clone()
+
     def broadcast(self, tensor: torch.Tensor, source: int, group: tuple[int, ...]) -> None:
         """Overwrite `tensor` with that of rank `source`."""
         if source not in group:

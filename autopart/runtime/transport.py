@@ -119,6 +119,9 @@ class Transport(Protocol):
     def all_to_all(self, whole: torch.Tensor, group: tuple[int, ...]) -> torch.Tensor:
         """What every rank of the group has for this one, in order: each cuts its flat `whole` into equal pieces so."""
 
+    def shift(self, part: torch.Tensor, group: tuple[int, ...]) -> torch.Tensor:
+        """The flat `part` of the rank before this one in the ring of the group (equal sizes): each hands on its own."""
+
     def broadcast(self, tensor: torch.Tensor, source: int, group: tuple[int, ...]) -> None:
         """Overwrite `tensor` with that of rank `source`, in place."""
 

@@ -76,6 +76,19 @@ class ValueCollectives:
             _into(made, row, have, taken[place], before, after)
         return made
 
+    def shift_values(
+        self, x: torch.Tensor, *, axis: str, hops: int, dim: int, outer: int = 1, pieces: Sequence[int]
+    ) -> torch.Tensor:
+        """The piece along `dim` of the place `hops` before this one, for `x`, that of the place ``hops - 1`` before.
+
+        Every place hands what it has to the next one in the ring.
+        """
+        group, most, rest = self._group(axis), max(pieces), x.shape[dim + 1 :].numel()
+        held = _padded(x.reshape(-1, outer, x.shape[dim] // outer, rest), most)
+        own = pieces[(self._place(axis) - hops) % len(pieces)]
+        piece = self.transport.shift(held.reshape(-1), group).view(held.shape).narrow(2, 0, own)
+        return piece.reshape(*x.shape[:dim], outer * own, *x.shape[dim + 1 :])
+
     def _place(self, axis: str) -> int:
         return self.mesh.coordinate(self.transport.rank)[axis]
 

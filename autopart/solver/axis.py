@@ -15,6 +15,7 @@ from autopart.rules.alias import viewed
 from autopart.rules.flops import GATHERS, flops
 from autopart.rules.split import part, share
 from autopart.rules.strategies import Ruled
+from autopart.rules.writer import Sent
 from autopart.solver.layout import IMPOSSIBLE, Moves
 
 WHOLE = ("cp",)
@@ -79,8 +80,13 @@ class Axis:
         if ruled.node.aten in GATHERS:
             read = [*read[1:], *made]
         moved = sum(self.local_bytes(value, how) for value, how in (*dict.fromkeys(read), *made))
+        spread = ruled.spread if strategy.spread else None
+        if spread is not None and spread.turns:
+            moved *= self.degree
         seconds = max(work * self._part(ruled, strategy) / cluster.flops, moved / cluster.bandwidth)
-        return round(seconds * PICO) + (self._exchanges(ruled, values) if strategy.spread else 0)
+        return round(seconds * PICO) + (
+            0 if spread is None else sum(self._sent(ruled, values, s) for s in spread.sends)
+        )
 
     def local_bytes(self, value: Value, how: TensorPlacement | None) -> float:
         """The bytes that the fullest place has of a value."""
@@ -93,10 +99,8 @@ class Axis:
             return 1.0
         return part(ruled.rule.factors[cut.factor].size, cut.outer, cut.unit, self.degree)
 
-    def _exchanges(self, ruled: Ruled, values: Mapping[str, Value]) -> int:
-        assert ruled.spread is not None  # the strategy is spread
-        slot, dim = ruled.spread.along
-        if not ruled.spread.exchanges:
-            return 0
-        value = values[next(o.value.name for o in ruled.call.operands if o.slot == slot)]
-        return ruled.spread.exchanges * self.collective("all_reduce", value.nbytes(1) // value.at(1)[dim])
+    def _sent(self, ruled: Ruled, values: Mapping[str, Value], sent: Sent) -> int:
+        """The time of what an operator's places send each other."""
+        value = values[next(o.value.name for o in ruled.call.operands if o.slot == sent.slot)]
+        nbytes = value.nbytes(1) // (1 if sent.without is None else value.at(1)[sent.without])
+        return (self.degree - 1 if sent.kind == "shift" else 1) * self.collective(sent.kind, nbytes)

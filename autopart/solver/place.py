@@ -9,6 +9,7 @@ with the number of distinct bodies.
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from autopart.ir.placed import PlacedBody
 from autopart.ir.placement import TensorPlacement
 from autopart.ir.segmented import Body, Segment, Segmented
 from autopart.ir.tensor_plan import Costs
+from autopart.rules.ring import in_turn
 from autopart.solver.axis import Axis
 from autopart.solver.eliminate import Eliminated, Table, eliminate, picks, solve
 from autopart.solver.layout import evaluate
@@ -98,7 +100,7 @@ def place(segmented: Segmented, axis: Axis, pins: Mapping[str, Pin] | None = Non
 TIE, DEAR = 1e-3, 1e6
 """Picoseconds a byte: of equally fast layouts the smaller, and memory before all."""
 
-LARGEST = 1 << 24
+LARGEST = 1 << 25
 """The most entries of a table that is worth its time: what needs more (a loop over time, say) is not split."""
 
 
@@ -110,6 +112,7 @@ def _passing(segmented: Segmented) -> Iterator[str]:
 
 def _wired(segmented: Segmented, axis: Axis, pins: Mapping[str, Pin], whole: Collection[str]) -> list[_Wired]:
     users = Counter(target for segment in segmented.segments for target in segment.parameters)
+    turns = in_turn((node for body in segmented.bodies for node in body.forward.nodes), axis.degree)
     outside = {target for target, count in users.items() if count > 1}
     layouts: dict[object, tuple[BodyLayout, Eliminated]] = {}
     found = []
@@ -121,7 +124,7 @@ def _wired(segmented: Segmented, axis: Axis, pins: Mapping[str, Pin], whole: Col
         key = segment.body, units, tuple(pinned.items())
         if key not in layouts:
             shared = {unit.split()[-1] for unit, name in wires.items() if name in whole}
-            layouts[key] = _solvable(body, segment, axis, shared, pinned, units)
+            layouts[key] = _solvable(body, segment, axis, shared, pinned, units, turns)
         layout, usual = layouts[key]
         choices = tuple(layout.choices(unit) for unit in units)
         found.append(_Wired(layout, usual, units, choices, tuple(wires[unit] for unit in units)))
@@ -135,14 +138,18 @@ def _solvable(
     whole: Collection[str],
     pins: Mapping[str, Pin],
     units: Sequence[str],
+    turns: Collection[int],
 ) -> tuple[BodyLayout, Eliminated]:
-    """The layout of a body, solved at the usual price; of one too entangled for that, in which nothing is split."""
-    layout = layout_of(body, segment, axis, whole, pins)
-    try:
-        return layout, solve(layout.layout, units, TIE, LARGEST)
-    except MemoryError:
-        layout = layout_of(body, segment, axis, whole, pins, split=False)
-        return layout, solve(layout.layout, units, TIE)
+    """The layout of a body, solved at the usual price.
+
+    Where that is too entangled attention does not go in a ring; where that does not do, nothing is split.
+    """
+    for rings in (turns, None):
+        layout = layout_of(body, segment, axis, whole, pins, turns=rings)
+        with contextlib.suppress(MemoryError):
+            return layout, solve(layout.layout, units, TIE, LARGEST)
+    layout = layout_of(body, segment, axis, whole, pins, split=False)
+    return layout, solve(layout.layout, units, TIE)
 
 
 def _at(

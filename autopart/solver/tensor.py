@@ -119,10 +119,16 @@ class _Build:
     """One body on its way to a layout."""
 
     def __init__(
-        self, body: Body, segment: Segment, axis: Axis, whole: Collection[str], pins: Mapping[str, Pin]
+        self,
+        body: Body,
+        segment: Segment,
+        axis: Axis,
+        whole: Collection[str],
+        pins: Mapping[str, Pin],
+        turns: Collection[int] | None,
     ) -> None:
         self.body, self.segment, self.axis, self.degree, self.whole = body, segment, axis, axis.degree, whole
-        self.pins = pins
+        self.pins, self.turns = pins, turns or ()
         self.forward, backward = body.forward, body.backward or Function((), (), ())
         values, fixed = len(segment.values), len(segment.forward_fixed)
         names = [v.name for v in self.forward.inputs]
@@ -145,6 +151,8 @@ class _Build:
             values_known |= {out.name: out for out in node.outs if out is not None}
         self.values = values_known
         self.ruled = [Ruled.of(node, self.values) for node in self.nodes]
+        if turns is None:
+            self.ruled = [replace(r, spread=None) if r.spread and r.spread.turns else r for r in self.ruled]
         self._alike: dict[str, str] = {}
         for owner, gradient in self.gradients:
             if owner is not None and self._key(owner) != self._key(gradient):
@@ -193,7 +201,7 @@ class _Build:
         for i, ruled in enumerate(self.ruled):
             for name in dict.fromkeys((*(o.value.name for o in ruled.call.operands), *ruled.node.names())):
                 users.setdefault(self._key(name), []).append(i)
-        waiting = [(i, cut) for i, ruled in enumerate(self.ruled) for cut in ruled.cuts(self.degree)]
+        waiting = [(i, cut) for i, ruled in enumerate(self.ruled) for cut in ruled.cuts(self.degree, self.turns)]
         while waiting:
             i, cut = waiting.pop()
             if cut in cuts[i]:
@@ -328,11 +336,13 @@ def layout_of(
     whole: Collection[str] = (),
     pins: Mapping[str, Pin] | None = None,
     *,
+    turns: Collection[int] | None = (),
     split: bool = True,
 ) -> BodyLayout:
     """The layout of a body, whose formals are those of `segment`, on an axis. What is in `whole` passes it unsplit.
 
-    `pins` are of parameters, by local name. Without `split` nothing in the body is split: every place
-    computes all of it. Raises ValueError for a pin that nothing in the body can keep, naming those that it can.
+    `pins` are of parameters, by local name. Loops as long as one of `turns` may be dealt out in turn, too; with None
+    attention does not go in a ring. Without `split` nothing in the body is split: every place computes all of it.
+    Raises ValueError for a pin that nothing in the body can keep, naming those that it can.
     """
-    return _Build(body, segment, axis, whole, pins or {}).build(split=split)
+    return _Build(body, segment, axis, whole, pins or {}, turns).build(split=split)
