@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -74,7 +74,9 @@ def place(segmented: Segmented, axis: Axis, pins: Mapping[str, Pin] | None = Non
     domains = _domains(wired)
     try:
         found = _at(wired, domains, pins, axis, TIE)
-    except MemoryError:  # what passes between segments is too entangled: all of it is whole
+    except MemoryError:  # what passes between segments is too entangled: samples stay together, or all of it is whole
+        if axis.divides:
+            return place(segmented, replace(axis, divides=False), pins, memory)
         wired = _wired(segmented, axis, pins, _whole(segmented) | set(_passing(segmented)))
         domains = _domains(wired)
         found = _at(wired, domains, pins, axis, TIE)
@@ -136,11 +138,17 @@ def _solvable(
     pins: Mapping[str, Pin],
     units: Sequence[str],
 ) -> tuple[BodyLayout, Eliminated]:
-    """The layout of a body, solved at the usual price; of one too entangled for that, in which nothing is split."""
+    """The layout of a body, solved at the usual price.
+
+    Of one too entangled for that with its samples split, as it is without; of one too entangled at all, in which
+    nothing is split.
+    """
     layout = layout_of(body, segment, axis, whole, pins)
     try:
         return layout, solve(layout.layout, units, TIE, LARGEST)
     except MemoryError:
+        if axis.divides:
+            return _solvable(body, segment, replace(axis, divides=False), whole, pins, units)
         layout = layout_of(body, segment, axis, whole, pins, split=False)
         return layout, solve(layout.layout, units, TIE)
 
