@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from tests.zoo import Specimen, integers, resnet, unet
 
-SAMPLES, LENGTH, WORDS = 4, 8, 32
+SAMPLES, LENGTH, WORDS = 6, 8, 32
 
 
 class _Doubled(TorchFunctionMode):
@@ -104,7 +104,7 @@ def vit() -> Specimen:
         num_labels=4, hidden_dropout_prob=0, attention_probs_dropout_prob=0,
     )  # fmt: skip
     images = torch.randn(SAMPLES, 3, 8, 8).double()
-    return Specimen(Widened(ViTForImageClassification(config)), (), {"pixel_values": images, "labels": integers(4, 4)})
+    return Specimen(Widened(ViTForImageClassification(config)), (), {"pixel_values": images, "labels": integers(4, SAMPLES)})
 
 
 def mixtral() -> Specimen:
@@ -162,11 +162,12 @@ class DLRM(nn.Module):
         return F.binary_cross_entropy_with_logits(self.top(torch.cat((x, pairs), dim=1)).squeeze(1), clicked)
 
 
-def dlrm() -> Specimen:
+def dlrm(width: int = 8, samples: int = SAMPLES) -> Specimen:
     """A DLRM of four tables."""
     torch.manual_seed(0)
-    clicked = (torch.rand(8) < 0.5).double()
-    return Specimen(DLRM().double(), (torch.randn(8, 6).double(), integers(64, 8, 4), clicked))
+    model = DLRM(width=width).double()
+    clicked = (torch.rand(samples) < 0.5).double()
+    return Specimen(model, (torch.randn(samples, 6).double(), integers(64, samples, 4), clicked))
 
 
 class Separate(DLRM):
@@ -206,7 +207,7 @@ class AlexNet(nn.Module):
 def alexnet() -> Specimen:
     """A net as AlexNet is."""
     torch.manual_seed(0)
-    return Specimen(AlexNet().double(), (torch.randn(8, 3, 16, 16).double(), integers(10, 8)))
+    return Specimen(AlexNet().double(), (torch.randn(SAMPLES, 3, 16, 16).double(), integers(10, SAMPLES)))
 
 
 class Attention(nn.Module):
@@ -248,10 +249,11 @@ class SpatioTemporal(nn.Module):
         return F.mse_loss(self.head(x), following)
 
 
-def spatio_temporal() -> Specimen:
+def spatio_temporal(layers: int = 2) -> Specimen:
     """A spatio-temporal transformer on eight frames of eight patches."""
     torch.manual_seed(0)
-    return Specimen(SpatioTemporal().double(), tuple(torch.randn(4, 8, 8, 3).double() for _ in range(2)))
+    model = SpatioTemporal(layers=layers).double()
+    return Specimen(model, tuple(torch.randn(SAMPLES, 8, 8, 3).double() for _ in range(2)))
 
 
 class CLIP(nn.Module):
@@ -275,7 +277,7 @@ class CLIP(nn.Module):
 def clip() -> Specimen:
     """A contrastive loss, of the whole batch."""
     torch.manual_seed(0)
-    batch = torch.randn(8, 12).double(), integers(WORDS, 8, 5)
+    batch = torch.randn(SAMPLES, 12).double(), integers(WORDS, SAMPLES, 5)
     return Specimen(CLIP().double(), batch, semantics="accumulate")
 
 
