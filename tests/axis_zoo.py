@@ -103,8 +103,8 @@ def vit() -> Specimen:
         hidden_size=16, num_hidden_layers=2, num_attention_heads=4, intermediate_size=32, image_size=8, patch_size=4,
         num_labels=4, hidden_dropout_prob=0, attention_probs_dropout_prob=0,
     )  # fmt: skip
-    images = torch.randn(SAMPLES, 3, 8, 8).double()
-    return Specimen(Widened(ViTForImageClassification(config)), (), {"pixel_values": images, "labels": integers(4, SAMPLES)})
+    batch = {"pixel_values": torch.randn(SAMPLES, 3, 8, 8).double(), "labels": integers(4, SAMPLES)}
+    return Specimen(Widened(ViTForImageClassification(config)), (), batch)
 
 
 def mixtral() -> Specimen:
@@ -147,7 +147,7 @@ class Tables(nn.Module):
 
 
 class DLRM(nn.Module):
-    """Meta's recommendation model: tables and an MLP of the dense features, their products by pairs, an MLP of these."""
+    """Meta's recommendation model: tables, an MLP of the dense features, their products by pairs, an MLP of these."""
 
     def __init__(self, tables: int = 4, rows: int = 64, width: int = 8, dense: int = 6) -> None:
         super().__init__()
@@ -231,14 +231,13 @@ class SpatioTemporal(nn.Module):
     def __init__(self, width: int = 8, layers: int = 2, heads: int = 1) -> None:
         super().__init__()
         self.inlet = nn.Linear(3, width)
-        self.layers = nn.ModuleList(
-            nn.ModuleDict({
-                "space": Attention(width, heads), "time": Attention(width, heads),
-                "mlp": nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width)),
-            })
-            for _ in range(layers)
-        )  # fmt: skip
+        self.layers = nn.ModuleList(self.layer(width, heads) for _ in range(layers))
         self.head = nn.Linear(width, 3)
+
+    def layer(self, width: int, heads: int) -> nn.Module:
+        up, down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        mlp = nn.Sequential(nn.LayerNorm(width), up, nn.GELU(), down)
+        return nn.ModuleDict({"space": Attention(width, heads), "time": Attention(width, heads), "mlp": mlp})
 
     def forward(self, video: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
         x = self.inlet(video)  # sample, frame, patch, width

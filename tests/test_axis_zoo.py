@@ -68,7 +68,8 @@ def on_gloo() -> int:
     for name, mesh in GLOO.items():
         found = AXIS_ZOO[name]()
         mine = autopart.parallelize(copy.deepcopy(found.model), mesh=mesh, cluster=CHEAP, capture="direct")
-        one, many = (train(m, lambda step: (found.args, {}), 3, adamw, 0.5) for m in (found.model, mine))
+        batch = found.args, dict(found.kwargs)
+        one, many = (train(m, lambda step, batch=batch: batch, 3, adamw, 0.5) for m in (found.model, mine))
         compare(many, one, 1e-9, name)
         assert mine.report().bytes_sent == mine.report().predicted_bytes
     return len(GLOO)

@@ -135,7 +135,7 @@ def _marked(options: tuple[Any, ...], data: dict[str, Any], where: str) -> Any:
     if name in NUMBERS:
         _expect(isinstance(rest["value"], str), f"a {name}", data, where)
         try:
-            return NUMBERS[name](rest["value"])
+            return NUMBERS[str(name)](rest["value"])
         except (ValueError, ZeroDivisionError):
             _expect(False, f"a {name}", data, where)
     if name == "TreeSpec":
