@@ -205,9 +205,8 @@ def _staged(
     """
     check_recompute(segmented, plan)
     sliced = slice_sequence(segmented, plan.slices, plan.lengths)
-    made = [
-        split(each, plan, state=state) for each in _sharded(sliced, plan, state, plan.fits() if fits is None else fits)
-    ]
+    sharded = _sharded(sliced, plan, state, plan.fits() if fits is None else fits)
+    made = [split(each, plan, state=state) for each in sharded]
     lowered = scheduled(made[0], plan)
     return tuple(split_backward(each, lowered.schedule, samples=plan.largest) for each in made), lowered
 
