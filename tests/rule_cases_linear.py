@@ -85,7 +85,24 @@ def _complex(s: Sizes, rows: int) -> torch.Tensor:
     return torch.complex(s.normal(rows, 3, 4), s.normal(rows, 3, 4))
 
 
+def _grouped(left: str, right: str) -> Case:
+    """A grouped product of operands with these dims, t in e groups; all else, and here t too, of whole 16 bytes."""
+
+    def case(s: Sizes) -> tuple[Any, ...]:
+        sizes = {"e": 2, **{loop: 4 * s.size(1, 3) for loop in "thkm"}}
+        one, two = (s.normal(*(sizes[loop] for loop in dims)).float() for dims in (left, right))
+        if "t" not in left + right:
+            return aten._grouped_mm.default, one, two
+        return aten._grouped_mm.default, one, two, torch.tensor([s.size(0, 3), sizes["t"]], dtype=torch.int32)
+
+    return case
+
+
 LINEAR: Mapping[str, Case] = {
+    "_grouped_mm": _grouped("th", "ehk"),
+    "_grouped_mm of the inner dim": _grouped("mt", "tk"),
+    "_grouped_mm of columns": _grouped("emh", "ht"),
+    "_grouped_mm of stacks": _grouped("emh", "ehk"),
     "_linalg_det": _stack(aten._linalg_det.default),
     "_linalg_slogdet": _stack(aten._linalg_slogdet.default),
     "_linalg_solve_ex": _solve,

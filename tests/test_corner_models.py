@@ -130,6 +130,10 @@ CASES: dict[str, Callable[[], tuple[nn.Module, tuple[Any, ...]]]] = {
         ),
         (torch.randn(4, 3, 3), torch.randint(0, 5, (4, 3))),
     ),
+    "an element of each parameter a rank, for a kernel that takes them for dense": lambda: (
+        Module({"fc": nn.Linear(4, 2), "norm": nn.GroupNorm(1, 2)}, lambda m, x: m.norm(m.fc(x)).pow(3).sum()),
+        (torch.randn(6, 4),),
+    ),
     "squeeze": lambda: (
         Module({"fc": nn.Linear(4, 1)}, lambda m, x, y: (m.fc(x).squeeze() - y).square().mean()),
         (torch.randn(6, 4), torch.randn(6)),

@@ -325,3 +325,33 @@ def test_a_llama_of_seventy_billion_on_eight_devices() -> None:
     assert how["lm_head.weight"] == Shard(0)
     hidden = [name for name in made.segments[-1].values if found.between.get(name) is not None]
     assert [found.between[name] for name in hidden] == [Shard(1)]
+
+
+# ---- samples ---------------------------------------------------------------------------------------------------------
+
+CHEAP = Cluster.uniform(8, 2**40, 1e8, 1e18, 1e9, 1e-8)
+"""Computing takes long, messages nothing: all that can be split is."""
+
+
+def products(found: Placed) -> list[TensorPlacement | None]:
+    """How the results of products and convolutions are placed, forward."""
+    rows = [zip(body.forward.function.nodes, body.forward.strategies, strict=True) for body in found.segments]
+    return [s.gives[0] for row in rows for node, s in row if "mm" in node.opname or "convolution" in node.opname]
+
+
+@pytest.mark.parametrize(("name", "degree"), [("mlp", 3), pytest.param("conv", 2, marks=pytest.mark.soak)])
+def test_data_parallelism_is_found_where_the_axis_divides_the_samples(name: str, degree: int) -> None:
+    made, _, batch = steps(name)
+    apart, together = (place(made, Axis("tp", degree, CHEAP, batch, divides=divides)) for divides in (True, False))
+    ran(name, apart)
+    assert products(apart).count(Shard(0)) > len(products(apart)) // 2
+    assert Shard(0) not in products(together)
+
+
+def test_sizes_become_plain_numbers_by_keyword_too() -> None:
+    """Those that FLOPs are counted with."""
+    made, _, _ = steps("mlp")
+    node = replace(made.bodies[0].forward.nodes[0], kwargs=(("size", (Size(2, 1), 7)), ("alpha", 3)))
+    plain = node.sized(lambda size: int(size.at(5)))
+    assert plain.kwargs == (("size", (11, 7)), ("alpha", 3))
+    assert [out.shape for out in plain.outs if out] == [out.at(5) for out in node.outs if out]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -10,13 +11,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from autopart.ir.codec import decode, encode
 from autopart.ir.graph import Node, Ref, Size, Value
 from autopart.ir.placed import Cut, PlacedBody, PlacedFunction, Strategy
 from autopart.ir.placement import Partial, Replicate, Shard
 from autopart.ir.segmented import Body, Function
 from autopart.passes.localise import localise
 from autopart.rules.factor import Factor
-from autopart.rules.split import cut_of, lengths, shard_of
+from autopart.rules.split import cut_of, lengths, shard_of, takes_samples
 from autopart.rules.strategies import Ruled, strategies
 from autopart.testing.rules import Tensors, as_node, values
 from tests import places
@@ -145,10 +147,22 @@ def test_a_split_that_crosses_loops_is_of_none() -> None:
 
 def test_pieces_do_not_depend_on_what_the_batch_leaves() -> None:
     assert lengths(Size(12), 1, 1, 3) == (Size(4),) * 3
-    assert lengths(Size(1), 1, 1, 2) is None and lengths(3, 1, 1, 4) is None
+    assert lengths(Size(1, 1), 1, 1, 2) is None and lengths(3, 1, 1, 4) is None
     assert lengths(Size(12), Size(1), 1, 5) == (3, 3, 2, 2, 2)
     merged = (Factor(Size(1)), Factor(12))
     assert shard_of(((0, 1),), merged, Cut(1), 2) == Shard(0, Size(1))
+
+
+def test_samples_are_split_evenly() -> None:
+    """Of a microbatch that the axis divides; where it does not, that is an error and no rounding."""
+    merged, half = (Factor(Size(1)), Factor(3)), Size(Fraction(1, 2))
+    assert lengths(Size(1), 1, 1, 2) == (half, half) and lengths(Size(6), 1, 1, 2) == (Size(3), Size(3))
+    assert shard_of(((0, 1),), merged, Cut(0), 2) == Shard(0) and cut_of(((0, 1),), merged, Shard(0), 2) == Cut(0)
+    assert takes_samples(merged, Cut(0), 2) and not takes_samples(merged, Cut(1), 2)
+    assert [each.text("b") for each in lengths(Size(3, 4), 1, 1, 2) or ()] == ["3 * b // 2 + 2"] * 2
+    assert half.at(6) == 3 and decode(Size, encode(half), "") == half
+    with pytest.raises(ValueError, match="5 samples cannot be split into equal parts"):
+        half.at(5)
 
 
 def test_a_size_among_the_arguments_is_cut_down() -> None:

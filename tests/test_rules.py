@@ -46,7 +46,7 @@ DTENSOR_ALONE = """
     diagonal_copy diagonal_scatter expand_copy split_with_sizes_copy view_copy
     _linalg_check_errors _local_scalar_dense equal
     bernoulli fractional_max_pool2d fractional_max_pool3d multinomial normal_functional randint_like
-    _batch_norm_with_update_functional _grouped_mm _scaled_mm _upsample_lanczos2d_aa _upsample_lanczos2d_aa_backward
+    _batch_norm_with_update_functional _scaled_mm _upsample_lanczos2d_aa _upsample_lanczos2d_aa_backward
     frexp index_reduce max_unpool3d nanmedian
     cholesky cholesky_inverse geqrf linalg__powsum linalg_eig linalg_householder_product linalg_ldl_factor_ex
     linalg_ldl_solve lu_unpack ormqr

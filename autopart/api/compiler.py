@@ -74,7 +74,8 @@ def captured_step(
 def solve(segmented: Segmented, *, batch: int | None = None, inputs: str = "global", **pins: Unpack[Pins]) -> Plan:
     """solve: the plan for a segmented step, with its predictions. `batch` is the whole one, by default the call's."""
     captured = segmented.captured
-    return _counted_on(segmented, _best(segmented, batch or captured.batch, _fitting(captured, pins)), inputs)
+    chosen = _best(segmented, batch or captured.batch, _fitting(captured, pins), inputs)
+    return _counted_on(segmented, chosen, inputs)
 
 
 def _counted_on(segmented: Segmented, chosen: Plan, inputs: str) -> Plan:
@@ -90,12 +91,14 @@ def _fitting(captured: Captured, pins: Pins) -> Pins:
     return {**pins, "schedule": pins.get("schedule") or "gpipe"}
 
 
-def _best(segmented: Segmented, batch: int, pins: Pins) -> Plan:
+def _best(segmented: Segmented, batch: int, pins: Pins, inputs: str = "global") -> Plan:
     """The best plan; where the mesh has an axis for them, with tensors split inside segments."""
-    asked = tensor.asked(segmented.captured, batch, pins)
+    asked = tensor.asked(segmented.captured, batch, pins, inputs)
     if asked is None:
         return _chosen(segmented, batch, pins)
     chosen = _chosen_inside(segmented, batch, pins, asked)
+    if not chosen.fits():  # the search took other microbatches than were asked about
+        chosen = _chosen_inside(segmented, batch, pins, replace(asked, divides=False))
     return replace(chosen, notes=(*chosen.notes, *unruled(segmented)))
 
 
@@ -190,12 +193,18 @@ def _counted(places: Sequence[Staged], lowered: Scheduled, plan: Plan, shares: S
     return with_memory(with_traffic(plan, staged, lowered, shares, others=others), staged, lowered, shares)
 
 
-def lower(segmented: Segmented, plan: Plan, *, state: State | None = None, check: bool = True) -> Program:
-    """recompute, shard, split, schedule, split_backward, emit and verify."""
+def lower(
+    segmented: Segmented, plan: Plan, *, state: State | None = None, check: bool = True, fits: bool | None = None
+) -> Program:
+    """recompute, shard, split, schedule, split_backward, emit and verify.
+
+    `fits` says whether the calls that the program is for have the microbatches that the plan is for (`Plan.fits`), by
+    default whether its own batch has.
+    """
     _check_slices(segmented, plan)
     if plan.inputs == "local" and plan.mesh.degree("dp") > 1:
         check_sums(segmented.captured.inputs, segmented.captured.prologue)
-    (staged, *others), lowered = _staged(segmented, plan, state)
+    (staged, *others), lowered = _staged(segmented, plan, state, fits)
     bodies = Bodies()
     program = emit(staged, lowered, plan, others=others, bodies=bodies)
     if check:
@@ -203,26 +212,29 @@ def lower(segmented: Segmented, plan: Plan, *, state: State | None = None, check
     return program
 
 
-def _staged(segmented: Segmented, plan: Plan, state: State | None = None) -> tuple[tuple[Staged, ...], Scheduled]:
+def _staged(
+    segmented: Segmented, plan: Plan, state: State | None = None, fits: bool | None = None
+) -> tuple[tuple[Staged, ...], Scheduled]:
     """slice_sequence, recompute, shard, split, schedule and split_backward.
 
     For every place where tensors are split inside segments.
     """
     check_recompute(segmented, plan)
     sliced = slice_sequence(segmented, plan.slices, plan.lengths)
-    made = [split(each, plan, state=state) for each in _sharded(sliced, plan, state)]
+    sharded = _sharded(sliced, plan, state, plan.fits() if fits is None else fits)
+    made = [split(each, plan, state=state) for each in sharded]
     lowered = scheduled(made[0], plan)
     return tuple(split_backward(each, lowered.schedule, samples=plan.largest) for each in made), lowered
 
 
-def _sharded(segmented: Segmented, plan: Plan, state: State | None) -> tuple[Sharded, ...]:
+def _sharded(segmented: Segmented, plan: Plan, state: State | None, fits: bool) -> tuple[Sharded, ...]:
     """recompute and shard. What a place runs is a part of the whole step, which is what is judged over the batch."""
     if plan.tensor is None:
         again = plan.recompute
         if plan.barriers:  # an output layer in parts keeps its logits: to make them again takes as long as the rest
             again = tuple(name for name in again if name != plan.stages[-1].segments[-1])
         return (shard(recompute(segmented, again)),)
-    whole, placed = shard(segmented), tensor.placed_step(segmented, plan.tensor)
+    whole, placed = shard(segmented), tensor.placed_step(segmented, plan.tensor, fits=fits)
     here = (at_place(segmented, placed, place, state=state) for place in range(plan.inside))
     return tuple(whole.of(recompute(each, plan.recompute)) for each in here)
 

@@ -91,6 +91,14 @@ class Asked:
         """
         return max(1, min(plan.microbatches, *self.shares(plan)))
 
+    def fits(self, plan: Plan) -> bool:
+        """Whether the microbatches of this call are those that the plan's places can have some samples of each."""
+        return replace(plan, microbatches=self.microbatches(plan)).fits(self.shares(plan))
+
+
+_Key = tuple[Made, int | None, bool]
+"""What a program is made for, its microbatches, and whether they fit the plan's places (`Plan.fits`)."""
+
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
@@ -109,7 +117,7 @@ class Programs:
         self.plan: Plan | None = None
         self.training: Program | None = None  # that of the last training call
         self._patterns: tuple[Pattern, ...] = ()
-        self._kept: OrderedDict[tuple[Made, int | None], Compiled] = OrderedDict()
+        self._kept: OrderedDict[_Key, Compiled] = OrderedDict()
         self._warned = False
 
     def __len__(self) -> int:
@@ -133,7 +141,7 @@ class Programs:
 
     def knows(self, made: Made) -> bool:
         """Whether a program for such a call is kept."""
-        return any(known == made for known, _ in self._kept)
+        return any(known == made for known, *_ in self._kept)
 
     def program_for(self, asked: Asked, made: Made, ranks: Ranks, residence: Residence | None) -> Compiled:
         """The program for a call, compiled unless it is kept; `made` is what it is made for.
@@ -187,16 +195,17 @@ class Programs:
         state = residence.state if residence is not None else None
         return compiler.lower(segmented, plan, state=state, check=self.options.verify)
 
-    def _key(self, made: Made, asked: Asked) -> tuple[Made, int | None]:
+    def _key(self, made: Made, asked: Asked) -> _Key:
         """What the program of a call is kept under: a training one has the plan's microbatches, whatever the batch."""
         if self.plan is None:
-            return made, None
-        training = self._kept.get((made, self.plan.microbatches))
+            return made, None, True
+        fits = asked.fits(self.plan)
+        training = self._kept.get((made, self.plan.microbatches, fits))
         if training is not None and training.program.captured.training:
-            return made, self.plan.microbatches
-        return made, asked.microbatches(self.plan)
+            return made, self.plan.microbatches, fits
+        return made, asked.microbatches(self.plan), fits
 
-    def _keep(self, key: tuple[Made, int | None], compiled: Compiled, name: str) -> None:
+    def _keep(self, key: _Key, compiled: Compiled, name: str) -> None:
         """Keep a new program; of too many, forget that used longest ago, and say once what keeps changing."""
         self._kept[key] = compiled
         if len(self._kept) <= CACHED_PROGRAMS:
@@ -204,7 +213,7 @@ class Programs:
         self._kept.popitem(last=False)
         if not self._warned:
             self._warned = True
-            (before, _), (after, _) = list(self._kept)[-2:]
+            (before, *_), (after, *_) = list(self._kept)[-2:]
             names = [each for each, _ in sorted(set(after.constants) - set(before.constants), key=str)]
             warnings.warn(
                 f"{len(self._kept) + 1} programs were compiled for {name}, as "
@@ -231,7 +240,7 @@ class Programs:
         program = self.options.given_program
         if program is None or overlaps(program.plan.schedule) != loop:
             return None
-        if not torch.is_grad_enabled() or program.captured.call != asked.call.text:
+        if not torch.is_grad_enabled() or program.captured.call != asked.call.text or not asked.fits(program.plan):
             return None
         trained = {name: p.requires_grad for name, p in asked.model.named_parameters(remove_duplicate=False)}
         outputs = [out for out in program.captured.outputs if out.kind == "output"]
@@ -264,7 +273,7 @@ class Programs:
             shares, count = asked.shares(plan), asked.microbatches(plan)
             plan = replace(plan, microbatches=count, batch=max(sum(shares), count * len(shares)))
         state = residence.state if residence is not None else None
-        return compiler.lower(segmented, plan, state=state, check=self.options.verify)
+        return compiler.lower(segmented, plan, state=state, check=self.options.verify, fits=asked.fits(plan))
 
     def _captured(self, asked: Asked) -> Captured:
         """capture and normalise, as the options say; refuses what they rule out."""

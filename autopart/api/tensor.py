@@ -8,14 +8,14 @@ from fnmatch import fnmatchcase
 
 from autopart.cluster import Cluster, parse_bytes
 from autopart.ir.captured import Captured
-from autopart.ir.mesh import Mesh
+from autopart.ir.mesh import Mesh, pieces
 from autopart.ir.placed import PlacedStep
 from autopart.ir.placement import Replicate, Shard, TensorPlacement
 from autopart.ir.plan import around
 from autopart.ir.segmented import Segmented
 from autopart.ir.tensor_plan import Costs, TensorPlan
-from autopart.passes.places import at_place, check_places
-from autopart.solver.axis import Axis
+from autopart.passes.places import at_place, check_places, takes_samples
+from autopart.solver.axis import WHOLE, Axis
 from autopart.solver.place import Placed, place
 from autopart.solver.request import INSIDE, Pinned, Pins, pinned_mesh
 from autopart.solver.tensor import Along, Pin
@@ -29,6 +29,7 @@ class Inside:
     degree: int
     cluster: Cluster
     samples: int  # of a microbatch
+    divides: bool  # whether all microbatches are multiples of `degree` samples
     pins: tuple[tuple[str, Pin], ...]  # by parameter
 
 
@@ -38,8 +39,11 @@ def axis_inside(mesh: Mesh | None) -> tuple[str, int] | None:
     return next(((axis, sizes[axis]) for axis in INSIDE if sizes.get(axis, 1) > 1), None)
 
 
-def asked(captured: Captured, batch: int, pins: Pins) -> Inside | None:
+def asked(captured: Captured, batch: int, pins: Pins, inputs: str = "global") -> Inside | None:
     """What the pins ask of the axis inside segments; None where the mesh has none.
+
+    Samples are split on axes of parts of parameters, where the microbatches of the batch are all multiples of the
+    degree; where each data rank passes its own samples, that is not known.
 
     Raises ValueError or TypeError for placements of tensors that cannot be meant.
     """
@@ -48,10 +52,12 @@ def asked(captured: Captured, batch: int, pins: Pins) -> Inside | None:
     wanted = pinned(pin, captured, found[0] if found else None)
     if found is None or mesh is None:
         return None
-    share = -(-batch // mesh.degree("dp"))
+    shares = pieces(batch, mesh.degree("dp"))
     count = count if isinstance(count, int) and count > 0 else 1 if mesh.degree("pp") == 1 else 4 * mesh.degree("pp")
     cluster = pins.get("cluster") or Cluster.preset("cpu", per_node=mesh.size)
-    return Inside(*found, _linked(cluster, mesh, found[0]), max(1, -(-share // count)), wanted)
+    sizes = [size for share in shares for size in pieces(share, count)]
+    divides = inputs == "global" and found[0] not in WHOLE and all(n > 0 and n % found[1] == 0 for n in sizes)
+    return Inside(*found, _linked(cluster, mesh, found[0]), max(1, *sizes), divides, wanted)
 
 
 def _linked(cluster: Cluster, mesh: Mesh, axis: str) -> Cluster:
@@ -77,7 +83,8 @@ def first_place(segmented: Segmented, tensor: TensorPlan) -> Segmented:
 def decide(segmented: Segmented, asked: Inside, memory: int | None = None) -> TensorPlan:
     """The fastest placement inside segments. Raises ValueError for pins that cannot be kept, PlanInfeasible."""
     placed, costs = _solved(segmented, asked, memory)
-    return TensorPlan.of(placed, costs, asked.cluster, asked.samples)
+    multiple = asked.degree if asked.divides and takes_samples(at_place(segmented, placed, 0)) else 1
+    return TensorPlan.of(placed, costs, asked.cluster, asked.samples, multiple)
 
 
 def exchanged(tensor: TensorPlan) -> Callable[[str, int], int]:
@@ -85,16 +92,19 @@ def exchanged(tensor: TensorPlan) -> Callable[[str, int], int]:
     return Axis(tensor.axis, tensor.degree, tensor.cluster, tensor.samples).collective
 
 
-def placed_step(segmented: Segmented, tensor: TensorPlan) -> PlacedStep:
+def placed_step(segmented: Segmented, tensor: TensorPlan, *, fits: bool = True) -> PlacedStep:
     """A program's step as the plan places it; what the plan has not seen is placed now, around the parameters' places.
 
-    Raises VerificationError where the plan's choices do not make up what one device computes.
+    So is a step whose microbatches are not the multiples that the plan is for (`Plan.fits`). Raises VerificationError
+    where the plan's choices do not make up what one device computes.
     """
-    placed = tensor.step(segmented)
+    placed = tensor.step(segmented) if fits else None
     if placed is None:
         used = {target for segment in segmented.segments for target in segment.parameters}
         pins: tuple[tuple[str, Pin], ...] = tuple((target, how) for target, how in tensor.parameters if target in used)
-        placed, _ = _solved(segmented, Inside(tensor.axis, tensor.degree, tensor.cluster, tensor.samples, pins), None)
+        divides = fits and tensor.multiple > 1
+        asked = Inside(tensor.axis, tensor.degree, tensor.cluster, tensor.samples, divides, pins)
+        placed, _ = _solved(segmented, asked, None)
         known = dict(placed.parameters) | dict(tensor.parameters)
         placed = PlacedStep(placed.axis, placed.degree, placed.bodies, placed.between, tuple(known.items()))
     check_places(segmented, placed)
@@ -103,7 +113,7 @@ def placed_step(segmented: Segmented, tensor: TensorPlan) -> PlacedStep:
 
 def _solved(segmented: Segmented, asked: Inside, memory: int | None) -> tuple[PlacedStep, tuple[Costs, ...]]:
     """The fastest placement, and what every segment takes in it and in others."""
-    axis = Axis(asked.axis, asked.degree, asked.cluster, asked.samples)
+    axis = Axis(asked.axis, asked.degree, asked.cluster, asked.samples, divides=asked.divides)
     found = place(segmented, axis, dict(asked.pins), memory)
     parameters = _parameters(segmented, found)
     between = tuple((name, how) for name, how in found.between.items() if name not in parameters)

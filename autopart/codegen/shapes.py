@@ -58,6 +58,9 @@ class Samples(int):
     def __sub__(self, other: int) -> Samples:
         return Samples(int(self) - other, self.microbatch)
 
+    def __floordiv__(self, other: int) -> Samples:
+        return Samples(int(self) // other, self.microbatch)
+
     __rmul__, __radd__ = __mul__, __add__
 
 

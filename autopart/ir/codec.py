@@ -11,9 +11,10 @@ from __future__ import annotations
 import base64
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from enum import Enum
+from fractions import Fraction
 from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
@@ -24,6 +25,9 @@ from autopart._torch import OpOverload
 
 _NAMED = {kind.__name__: kind for kind in (torch.dtype, torch.layout, torch.memory_format)}
 _MARK = "is"  # the key under which data name their class
+
+NUMBERS: Mapping[str, Callable[[str], Any]] = {"float": float, "complex": complex, "Fraction": Fraction}
+"""What JSON has no number for, by the name of its class."""
 
 
 def encode(value: Any, kind: Any = None) -> Any:
@@ -89,8 +93,8 @@ def _encode_open(value: Any, kind: Any) -> Any:
     """A value whose class the field leaves open: objects carry its name, what JSON has is as it is."""
     if isinstance(value, float) and not math.isfinite(value):
         return {_MARK: "float", "value": str(value)}
-    if isinstance(value, complex):
-        return {_MARK: "complex", "value": str(value)}
+    if isinstance(value, complex | Fraction):
+        return {_MARK: type(value).__name__, "value": str(value)}
     if isinstance(value, tuple):
         options = [option for option in get_args(kind) if get_origin(option) is tuple]
         return encode(value, options[0] if options else tuple[Any, ...])
@@ -126,12 +130,13 @@ def _marked(options: tuple[Any, ...], data: dict[str, Any], where: str) -> Any:
     classes = {kind.__name__: kind for kind in (options or _arguments()) if is_dataclass(kind)}
     if name in classes:
         return decode(classes[name], rest, where)
-    _expect(not options and "value" in rest, f"one of {', '.join(classes) or _told(options)}", data, where)
-    if name in ("float", "complex"):
+    known = not options or name in {getattr(option, "__name__", "") for option in options}
+    _expect(known and "value" in rest, f"one of {', '.join(classes) or _told(options)}", data, where)
+    if name in NUMBERS:
         _expect(isinstance(rest["value"], str), f"a {name}", data, where)
         try:
-            return float(rest["value"]) if name == "float" else complex(rest["value"])
-        except ValueError:
+            return NUMBERS[str(name)](rest["value"])
+        except (ValueError, ZeroDivisionError):
             _expect(False, f"a {name}", data, where)
     if name == "TreeSpec":
         return _decode_tree(rest["value"], where)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -25,23 +26,38 @@ class Size:
     """The number ``per_sample * batch + constant``; its reciprocal-like form ``per_sample / batch`` if `inverse`.
 
     With ``whole=False`` the batch is that of the microbatch at hand (a size in a shape); with ``whole=True`` it is
-    the whole global batch (a number that enters the arithmetic, such as the divisor of a mean).
+    the whole global batch (a number that enters the arithmetic, such as the divisor of a mean). A fraction of the batch
+    is what a place has whose axis splits the samples.
     """
 
-    per_sample: int | float
+    per_sample: int | float | Fraction
     constant: int = 0
     whole: bool = False
     inverse: bool = False
 
     def at(self, batch: int) -> int | float:
-        """The number at a batch of `batch` samples."""
-        return self.per_sample / batch if self.inverse else self.per_sample * batch + self.constant
+        """The number at a batch of `batch` samples. Raises ValueError for a fraction of it that is not whole."""
+        if self.inverse:
+            return float(self.per_sample / batch)
+        found = self.per_sample * batch + self.constant
+        if not isinstance(found, Fraction):
+            return found
+        if found.denominator > 1:
+            raise ValueError(f"{batch} samples cannot be split into equal parts: {self.text('b')} is {found}")
+        return int(found)
+
+    @property
+    def over(self) -> int:
+        """What the batch is divided by."""
+        return self.per_sample.denominator if isinstance(self.per_sample, Fraction) else 1
 
     def text(self, batch: str) -> str:
         """Python source for the number, with `batch` the source for the batch size."""
         if self.inverse:
             return f"{self.per_sample} / {batch}"
-        product = batch if self.per_sample == 1 else f"{self.per_sample} * {batch}"
+        each = self.per_sample.numerator if isinstance(self.per_sample, Fraction) else self.per_sample
+        product = batch if each == 1 else f"{each} * {batch}"
+        product += f" // {self.over}" if self.over > 1 else ""
         if self.constant == 0:
             return product
         return f"{product} {'+' if self.constant > 0 else '-'} {abs(self.constant)}"

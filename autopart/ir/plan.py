@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
@@ -195,6 +196,16 @@ class Plan:
     def largest(self) -> int:
         """The samples of the largest microbatch of the plan's batch: the first one of the first data rank."""
         return pieces(pieces(self.batch, self.mesh.degree("dp"))[0], self.microbatches)[0]
+
+    def fits(self, shares: Sequence[int] | None = None) -> bool:
+        """Whether each microbatch can be split over the places inside segments as the plan has it.
+
+        `shares` are the samples of every data rank, by default those of the plan's batch.
+        """
+        multiple = self.tensor.multiple if self.tensor is not None else 1
+        shares = shares or pieces(self.batch, self.mesh.degree("dp"))
+        sizes = (size for share in shares for size in pieces(share, self.microbatches))
+        return multiple == 1 or all(size > 0 and size % multiple == 0 for size in sizes)
 
     @property
     def cuts(self) -> tuple[str, ...]:

@@ -75,7 +75,8 @@ class TensorPlan:
     `parameters` are the placements of the state, which hold for every program under the plan, `between` those of what
     passes between segments (what is not there is whole at every place). ``choices[segments[i]]`` are those inside
     segment i of the step that was planned, and `costs` what each of them takes. Other steps (an evaluation, other
-    lengths) are placed when they are compiled, for devices as in `cluster` and microbatches of `samples`.
+    lengths) are placed when they are compiled, for devices as in `cluster` and microbatches of `samples`. The step that
+    was planned is for microbatches that are multiples of `multiple` samples: more than 1 where places have some each.
     """
 
     axis: str
@@ -87,19 +88,24 @@ class TensorPlan:
     segments: tuple[int, ...]
     cluster: Cluster
     samples: int
+    multiple: int = 1
 
     def __post_init__(self) -> None:
         if self.degree < 2 or self.samples < 1:
             raise ValueError(
                 f"plan: {self.axis} inside segments is of {self.degree} places, for {self.samples} samples"
             )
+        if self.multiple not in (1, self.degree):
+            raise ValueError(f"plan: microbatches are multiples of 1 or {self.degree} samples, not of {self.multiple}")
         if len(self.costs) != len(self.choices):
             raise ValueError(f"plan: there are costs of {len(self.costs)} bodies, and choices in {len(self.choices)}")
         if any(number not in range(len(self.choices)) for number in self.segments):
             raise ValueError(f"plan: the segments have the choices {self.segments}; there are {len(self.choices)}")
 
     @classmethod
-    def of(cls, placed: PlacedStep, costs: Iterable[Costs], cluster: Cluster, samples: int) -> TensorPlan:
+    def of(
+        cls, placed: PlacedStep, costs: Iterable[Costs], cluster: Cluster, samples: int, multiple: int = 1
+    ) -> TensorPlan:
         """The record of a placed step, with the costs of every segment."""
         bodies = {id(body): (body, cost) for body, cost in zip(placed.bodies, costs, strict=True)}
         numbers = {key: number for number, key in enumerate(bodies)}
@@ -113,6 +119,7 @@ class TensorPlan:
             segments=tuple(numbers[id(body)] for body in placed.bodies),
             cluster=cluster,
             samples=samples,
+            multiple=multiple,
         )
 
     def step(self, segmented: Segmented) -> PlacedStep | None:

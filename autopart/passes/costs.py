@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass, replace
+from math import lcm
 from typing import Any
 
 from autopart.codegen.exchange import exchanges
@@ -59,14 +60,14 @@ def costs(segmented: Segmented, exchanged: Exchanged | None = None) -> tuple[Seg
     """
     parameters, pieces = {item.target: item for item in segmented.captured.of_kind("parameter")}, segmented.pieces()
     users = Counter(target for segment in segmented.segments for target in segment.parameters)
-    copied = copied_inputs(segmented.captured)
+    copied, samples = copied_inputs(segmented.captured), segmented.captured.batch * _parts(segmented)
     shared: dict[object, _Expressions] = {}
     made = []
     for segment in segmented.segments:
         origins = tuple(copied.get(name) for name in segment.values)
         key = segment.body, origins
         if key not in shared:
-            body, samples = segmented.bodies[segment.body], segmented.captured.batch
+            body = segmented.bodies[segment.body]
             shared[key] = _expressions(body, segment, origins, samples, exchanged)
         mine = {target: parameters[target] for target in segment.parameters if target in parameters}
         here = {
@@ -141,14 +142,25 @@ def _expressions(
 
 
 def _exchange(function: Function, samples: int, exchanged: Exchanged | None) -> Expression:
-    """The picoseconds of the collectives of a function. Sizes are affine in the batch, so two of them say all."""
+    """The picoseconds of the collectives of a function: a polynomial in the batch, found from as many batches.
+
+    It is of degree one, but where the samples of a batch meet each other.
+    """
     import sympy
 
     if exchanged is None:
         return 0
-    once, twice = (sum(exchanged(e.kind, e.payload) for e in exchanges(function, n)) for n in (samples, 2 * samples))
-    each = sympy.Rational(twice - once, samples)
-    return once + each * (batch_symbol() - samples)
+    sizes = [sum(isinstance(n, Size) for n in out.shape) for node in function.nodes for out in node.outs if out]
+    at = [samples * (i + 1) for i in range(max([1, *sizes]) + 1)]
+    taken = [sum(exchanged(e.kind, e.payload) for e in exchanges(function, n)) for n in at]
+    return sympy.interpolate(list(zip(at, taken, strict=True)), batch_symbol())
+
+
+def _parts(segmented: Segmented) -> int:
+    """How many parts the samples of a microbatch are in at a place of an axis, 1 where they are not split."""
+    functions = [f for body in segmented.bodies for f in (body.forward, body.backward) if f is not None]
+    shapes = (value.shape for function in functions for value in defined(function).values())
+    return lcm(*(size.over for shape in shapes for size in shape if isinstance(size, Size)))
 
 
 def _stash(body: Body, cut: Halves | None, held: Set[str]) -> Expression:

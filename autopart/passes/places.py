@@ -12,10 +12,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from autopart.errors import VerificationError
-from autopart.ir.graph import Value
+from autopart.ir.graph import Size, Value
 from autopart.ir.placed import PlacedStep
 from autopart.ir.placement import Replicate, Shard, TensorPlacement
-from autopart.ir.segmented import Body, Here, Segmented
+from autopart.ir.segmented import Body, Here, Segmented, defined
 from autopart.ir.state import Piece, State
 from autopart.passes.consistent import faults, step_faults
 from autopart.passes.localise import localise
@@ -55,6 +55,13 @@ def at_place(segmented: Segmented, placed: PlacedStep, place: int, *, state: Sta
     shapes |= {p.target: p.module_shape for unit in (state.units if state else ()) for p in unit.parameters}
     here = Here(placed.axis, place, *_between(segmented, placed, place), tuple(_pieces(placed, shapes, place)))
     return replace(segmented, bodies=tuple(bodies), segments=tuple(segments), here=here)
+
+
+def takes_samples(step: Segmented) -> bool:
+    """Whether the step of a place has a part of each microbatch's samples somewhere."""
+    functions = [f for body in step.bodies for f in (body.forward, body.backward) if f is not None]
+    values = (value for function in functions for value in defined(function).values())
+    return any(isinstance(size, Size) and size.over > 1 for value in values for size in value.shape)
 
 
 def _between(

@@ -115,10 +115,13 @@ def verify(program: Program, *, bodies: Bodies | None = None) -> Report:
 def _batches(plan: Plan) -> tuple[int, int]:
     """The plan's batch size, and one whose microbatches differ in size where the plan's do not, or the other way about.
 
-    The two have a microbatch size in common, so that few bodies must be run anew.
+    The two have a microbatch size in common, so that few bodies must be run anew. Where places have some samples of
+    each microbatch, both have equal microbatches that can be split so.
     """
     degree = plan.mesh.degree("dp")
     parts = degree * plan.microbatches
+    if plan.tensor is not None and plan.tensor.multiple > 1:
+        return plan.batch, plan.batch + parts * plan.tensor.multiple
     sizes = [size for share in pieces(plan.batch, degree) for size in pieces(share, plan.microbatches)]
     if len(set(sizes)) > 1:
         return plan.batch, parts * max(sizes)

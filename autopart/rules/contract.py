@@ -1,10 +1,11 @@
-"""Matrix products: rows and columns are free, the inner dim is contracted."""
+"""Matrix products: rows and columns are free, the inner dim is contracted; groups of rows, or of the inner dim."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import reduce
 
-from autopart.rules.factor import Call, Family, Rule
+from autopart.rules.factor import Call, Family, Rule, common
 from autopart.rules.loops import loops
 
 
@@ -18,7 +19,28 @@ def product(spec: str, *linear: str) -> Family:
     return family
 
 
+GROUPED: Mapping[tuple[int, int], tuple[str, str, tuple[int, ...], tuple[int, ...]]] = {
+    (2, 3): ("self:t(hx) mat2:e(hx)(kx) offs:e -> t(kx)", "tex", (1,), (1, 2)),
+    (2, 2): ("self:(mx)t mat2:t(nx) offs:e -> e(mx)(nx)", "tex", (0,), (1,)),
+    (3, 2): ("self:e(mx)(hx) mat2:(hx)t offs:e -> (mx)t", "tex", (1, 2), (0,)),
+    (3, 3): ("self:e(mx)(hx) mat2:e(hx)(kx) -> e(mx)(kx)", "x", (1, 2), (1, 2)),
+}
+"""Grouped products by the dims of the two operands: the loops, which are whole, and the dims that are not grouped.
+
+Rows t come in the order of their groups e, each of which has a matrix of its own; `offs` says where each group ends.
+"""
+
+
+def _grouped(call: Call) -> Rule:
+    """Kernels take rows of whole 16 bytes, so what is not grouped is split between runs of as many (x) alone."""
+    spec, whole, left, right = GROUPED[call.ndim("self"), call.ndim("mat2")]
+    inner = [*(call.shape("self")[i] for i in left), *(call.shape("mat2")[i] for i in right)]
+    lanes = reduce(common, inner, 16 // call.operands[0].value.dtype.itemsize)
+    return loops(call, spec, blocked=whole, known={"x": lanes}, linear=("self", "mat2"))
+
+
 RULES: Mapping[str, Family] = {
+    "_grouped_mm": _grouped,
     "mm": product("self:mk mat2:kn -> mn"),
     "bmm": product("self:bmk mat2:bkn -> bmn"),
     "mv": product("self:mk vec:k -> m", "self", "vec"),

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from math import gcd
 
 from autopart._torch import OpOverload
@@ -123,13 +124,17 @@ def is_batch(size: Dim) -> bool:
     return isinstance(size, Size) and size.per_sample != 0
 
 
-def _pair(size: Dim) -> tuple[int, int]:
+def _pair(size: Dim) -> tuple[int | Fraction, int]:
     """A size as (per sample, constant)."""
-    return (int(size.per_sample), size.constant) if isinstance(size, Size) else (0, size)
+    if not isinstance(size, Size):
+        return 0, size
+    each = size.per_sample
+    return each if isinstance(each, Fraction) else int(each), size.constant
 
 
-def _dim(per_sample: int, constant: int) -> Dim:
-    return Size(per_sample, constant) if per_sample else constant
+def _dim(per_sample: int | Fraction, constant: int) -> Dim:
+    each = int(per_sample) if per_sample.denominator == 1 else per_sample
+    return Size(each, constant) if each else constant
 
 
 def times(left: Dim, right: Dim) -> Dim | None:
@@ -141,11 +146,13 @@ def times(left: Dim, right: Dim) -> Dim | None:
 def plus(sizes: Iterable[Dim]) -> Dim:
     """The sum of sizes."""
     pairs = [_pair(size) for size in sizes]
-    return _dim(sum(a for a, _ in pairs), sum(c for _, c in pairs))
+    return _dim(sum((a for a, _ in pairs), 0), sum(c for _, c in pairs))
 
 
 def ratio(size: Dim, by: Dim) -> Dim | None:
     """The exact quotient of two sizes, None if there is none."""
+    if by == 1:
+        return size
     (a, c), (b, d) = _pair(size), _pair(by)
     if b == 0:
         return _dim(a // d, c // d) if d and a % d == 0 and c % d == 0 else None
@@ -154,13 +161,19 @@ def ratio(size: Dim, by: Dim) -> Dim | None:
     return a // b
 
 
+def samples_over(size: Dim, degree: int) -> Dim | None:
+    """One of `degree` equal parts of a size that moves with the batch, which they divide; None if there is none."""
+    each, constant = _pair(size)
+    return _dim(Fraction(each) / degree, constant // degree) if each and constant % degree == 0 else None
+
+
 def common(left: Dim, right: Dim) -> Dim:
     """A common divisor of two sizes: one of them if it divides the other, else a number."""
     if ratio(left, right) is not None:
         return right
     if ratio(right, left) is not None:
         return left
-    return gcd(*_pair(left), *_pair(right))
+    return gcd(*(int(number) for size in (left, right) for number in _pair(size)))
 
 
 def wrap(dim: int, ndim: int) -> int:

@@ -1,18 +1,19 @@
 """Splitting a loop: which part of every dim each place of an axis has, and which loop a split dim belongs to.
 
 A loop or dim of size ``outer x n x unit`` is split in its middle part, as `ir.mesh.pieces` cuts n units. Nothing is
-split that would leave a place empty, or whose pieces depend on what the batch leaves when divided by the axis.
+split that would leave a place empty. Samples are split evenly, which takes microbatches that the axis divides
+(`takes_samples`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from autopart.ir.graph import Dim
+from autopart.ir.graph import Dim, Size
 from autopart.ir.mesh import pieces
 from autopart.ir.placed import Cut
 from autopart.ir.placement import Shard, TensorPlacement
-from autopart.rules.factor import Dims, Factor, Product, ratio, times
+from autopart.rules.factor import Dims, Factor, Product, ratio, samples_over, times
 
 
 def product(sizes: Iterable[Dim]) -> Dim:
@@ -30,7 +31,7 @@ def lengths(size: Dim, outer: Dim, unit: Dim, degree: int) -> tuple[Dim, ...] | 
     count = _units(size, outer, unit)
     if count is None:
         return None
-    even = ratio(count, degree)
+    even = _even(count, degree)
     if even is not None and even != 0:
         return (product((even, unit)),) * degree
     if not isinstance(count, int) or count < degree:
@@ -41,7 +42,19 @@ def lengths(size: Dim, outer: Dim, unit: Dim, degree: int) -> tuple[Dim, ...] | 
 def is_even(size: Dim, outer: Dim, unit: Dim, degree: int) -> bool:
     """Whether all places have equally many units of the split part."""
     count = _units(size, outer, unit)
-    return count is not None and ratio(count, degree) is not None
+    return count is not None and _even(count, degree) is not None
+
+
+def _even(count: Dim, degree: int) -> Dim | None:
+    """What each place has of units that are split evenly; None where they are not."""
+    whole = ratio(count, degree)
+    return samples_over(count, degree) if whole is None else whole
+
+
+def takes_samples(factors: Sequence[Factor], cut: Cut, degree: int) -> bool:
+    """Whether a cut splits the samples themselves, so that the microbatch must be a multiple of `degree` of them."""
+    parts = lengths(factors[cut.factor].size, cut.outer, cut.unit, degree)
+    return parts is not None and isinstance(parts[0], Size) and parts[0].over > 1
 
 
 def legal(factors: Sequence[Factor], cut: Cut, degree: int) -> bool:

@@ -65,7 +65,8 @@ class States:
     def _whole(self, unit: Unit, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
         if all(p.shape and p.shape[0] % self.degree == 0 for p in unit.parameters):
             columns = torch.split(rows, [p.numel // self.degree for p in unit.parameters], dim=1)
-            return tuple(c.reshape(p.shape) for c, p in zip(columns, unit.parameters, strict=True))
+            # Dense, which some kernels take for granted (native_group_norm): a column of single elements is not.
+            return tuple(c.contiguous().view(p.shape) for c, p in zip(columns, unit.parameters, strict=True))
         every = [unflat(row, self._part_shapes(unit, part)) for part, row in enumerate(rows)]
         pieces = zip(*every, strict=True)
         return tuple(flat(found).view(p.shape) for found, p in zip(pieces, unit.parameters, strict=True))

@@ -19,7 +19,10 @@ from autopart.rules.writer import Sent
 from autopart.solver.layout import IMPOSSIBLE, Moves
 
 WHOLE = ("cp",)
-"""The axes for what moves with the batch alone: parameters are whole at every place, and so are their gradients."""
+"""The axes for what moves with the batch alone: parameters are whole at every place, and so are their gradients.
+
+They are for sequences: samples are split on `dp`.
+"""
 
 LOCAL = 1
 """The price of what needs no communication, such as a slice: enough to avoid what is not needed."""
@@ -29,7 +32,8 @@ LOCAL = 1
 class Axis:
     """One axis to place a body on: its name and degree, the devices, and the microbatch whose time counts.
 
-    `copies` is how many times a parameter's bytes are held: itself, its gradient, Adam's moments.
+    `copies` is how many times a parameter's bytes are held: itself, its gradient, Adam's moments. `divides` says that
+    all microbatches are multiples of `degree` samples, so that places may have some samples each.
     """
 
     name: str
@@ -37,6 +41,7 @@ class Axis:
     cluster: Cluster
     batch: int
     copies: int = 4
+    divides: bool = False
 
     def __post_init__(self) -> None:
         if self.degree < 2:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -76,7 +76,9 @@ def place(segmented: Segmented, axis: Axis, pins: Mapping[str, Pin] | None = Non
     domains = _domains(wired)
     try:
         found = _at(wired, domains, pins, axis, TIE)
-    except MemoryError:  # what passes between segments is too entangled: all of it is whole
+    except MemoryError:  # what passes between segments is too entangled: samples stay together, or all of it is whole
+        if axis.divides:
+            return place(segmented, replace(axis, divides=False), pins, memory)
         wired = _wired(segmented, axis, pins, _whole(segmented) | set(_passing(segmented)))
         domains = _domains(wired)
         found = _at(wired, domains, pins, axis, TIE)
@@ -142,10 +144,12 @@ def _solvable(
 ) -> tuple[BodyLayout, Eliminated]:
     """The layout of a body, solved at the usual price.
 
-    Where that is too entangled attention does not go in a ring; where that does not do, nothing is split.
+    Of one too entangled for that with its samples split, or with attention in a ring, as it is without; of one too
+    entangled at all, in which nothing is split.
     """
-    for rings in (turns, None):
-        layout = layout_of(body, segment, axis, whole, pins, turns=rings)
+    plain = replace(axis, divides=False)
+    for way, rings in dict.fromkeys(((axis, turns), (plain, turns), (plain, None))):
+        layout = layout_of(body, segment, way, whole, pins, turns=rings)
         with contextlib.suppress(MemoryError):
             return layout, solve(layout.layout, units, TIE, LARGEST)
     layout = layout_of(body, segment, axis, whole, pins, split=False)

@@ -22,6 +22,7 @@ from autopart.ir.placed import Cut, Move, PlacedBody, PlacedFunction, Strategy
 from autopart.ir.placement import Partial, Replicate, Shard, TensorPlacement
 from autopart.ir.segmented import Body, Function, Segment
 from autopart.rules.alias import roots
+from autopart.rules.split import takes_samples
 from autopart.rules.strategies import Ruled, split, strategies
 from autopart.solver.axis import Axis
 from autopart.solver.layout import Layout, Option, Unit, flows, tree
@@ -204,7 +205,7 @@ class _Build:
         waiting = [(i, cut) for i, ruled in enumerate(self.ruled) for cut in ruled.cuts(self.degree, self.turns)]
         while waiting:
             i, cut = waiting.pop()
-            if cut in cuts[i]:
+            if cut in cuts[i] or not self._comes_into_question(self.ruled[i], cut):
                 continue
             cuts[i].add(cut)
             for name, shard in self._splits(self.ruled[i], cut):
@@ -213,6 +214,10 @@ class _Build:
                     shards[key].add(shard)
                     waiting += [(j, c) for j in users[key] for c in self._cuts(self.ruled[j], key, shard)]
         return cuts, shards
+
+    def _comes_into_question(self, ruled: Ruled, cut: Cut) -> bool:
+        assert ruled.rule is not None  # cuts are of its factors
+        return self.axis.divides or not takes_samples(ruled.rule.factors, cut, self.degree)
 
     def _cuts(self, ruled: Ruled, key: str, shard: Shard) -> Iterator[Cut]:
         names = dict.fromkeys((*(o.value.name for o in ruled.call.operands), *ruled.node.names()))
