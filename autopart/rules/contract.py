@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import reduce
 
+from autopart.ir.graph import Dim
 from autopart.rules.factor import Call, Family, Rule, common
 from autopart.rules.loops import loops
 
@@ -35,7 +35,9 @@ def _grouped(call: Call) -> Rule:
     """Kernels take rows of whole 16 bytes, so what is not grouped is split between runs of as many (x) alone."""
     spec, whole, left, right = GROUPED[call.ndim("self"), call.ndim("mat2")]
     inner = [*(call.shape("self")[i] for i in left), *(call.shape("mat2")[i] for i in right)]
-    lanes = reduce(common, inner, 16 // call.operands[0].value.dtype.itemsize)
+    lanes: Dim = 16 // call.operands[0].value.dtype.itemsize
+    for size in inner:
+        lanes = common(lanes, size)
     return loops(call, spec, blocked=whole, known={"x": lanes}, linear=("self", "mat2"))
 
 
