@@ -60,22 +60,33 @@ def test_edges_carry_exactly_what_is_needed(name: str) -> None:
             here = {v for s in row for v in (s.outputs if forward else s.backward_outputs)}
             assert set(arrived) == read - here - inputs
     for edge in made.edges:
-        assert edge in made.out_of(edge.source, forward=edge.forward)
+        assert edge in made.out_of(edge.source, forward=made.onward(edge.source, edge.target))
         assert edge.nbytes(3) == sum(value.nbytes(3) for value in edge.values) > 0
 
 
 def test_skips_go_straight_to_their_reader() -> None:
     made = staged("gpt", 3, 5, 7)  # wte 0 1 | 2 3 | 4 5 | 6 7 norm
-    assert {(e.source, e.target) for e in made.edges if e.forward} == {(0, 1), (1, 2), (2, 3), (0, 3), (1, 2)}
-    assert {(e.source, e.target) for e in made.edges if not e.forward} == {(3, 2), (2, 1), (1, 0), (3, 0)}
+    assert {(e.source, e.target) for e in made.edges if made.onward(e.source, e.target)} == {
+        (0, 1),
+        (1, 2),
+        (2, 3),
+        (0, 3),
+        (1, 2),
+    }
+    assert {(e.source, e.target) for e in made.edges if not made.onward(e.source, e.target)} == {
+        (3, 2),
+        (2, 1),
+        (1, 0),
+        (3, 0),
+    }
     assert str(made).splitlines()[:2] == ["stage 0: wte, blocks.0, blocks.1", "stage 1: blocks.2, blocks.3"]
 
 
 def test_tables_have_no_gradient_and_buffers_do_not_travel() -> None:
     made = staged("shared_tables", 2, 4)
-    floating = [len(edge.values) for edge in made.edges if edge.forward]
+    floating = [len(edge.values) for edge in made.edges if made.onward(edge.source, edge.target)]
     assert floating == [3, 2, 1] or floating == [3, 1, 2], "cos and sin are handed on from where they are made"
-    assert all(len(edge.values) == 1 for edge in made.edges if not edge.forward)
+    assert all(len(edge.values) == 1 for edge in made.edges if not made.onward(edge.source, edge.target))
     assert made.state.buffers == ("frequencies",)
 
 
