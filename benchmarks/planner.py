@@ -74,8 +74,8 @@ class Block(nn.Module):
         query, key, value = (
             each(y).view(batch, length, -1, self.size).transpose(1, 2) for each in (self.query, self.key, self.value)
         )
-        if self.shape.groups:
-            share = self.shape.heads // self.shape.groups
+        share = self.shape.heads // (self.shape.groups or self.shape.heads)
+        if share > 1:
             key, value = (each.repeat_interleave(share, dim=1) for each in (key, value))
         if self.shape.fused:
             mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
