@@ -158,8 +158,7 @@ def attempts(run: Run) -> Iterator[dict[str, Any]]:
     yield {}
     for stages in dict.fromkeys((run.pipeline, max(1, run.pipeline // 2))):
         yield {"mesh": mesh(run.tensor, stages, run.devices)}
-    if run.chunks > 1:
-        yield {each: theirs(run)[each] for each in ("mesh", "schedule", "microbatches")}
+    yield {each: theirs(run)[each] for each in ("mesh", "schedule", "microbatches")}
 
 
 def planned(step: Captured, run: Run, pins: Mapping[str, Any]) -> Plan | None:
