@@ -273,25 +273,27 @@ PRESETS: Mapping[str, Group] = MappingProxyType(
     {
         group.device.name: group
         for group in (
-            _preset("h100-80", 989.4e12, 80 * 10**9, 3.35e12, 450e9, 50e9),
-            _preset("h200", 989.4e12, 141 * 10**9, 4.8e12, 450e9, 50e9),
-            _preset("b200", 2250e12, 180 * 10**9, 7.7e12, 900e9, 50e9),
-            _preset("a100-80", 312e12, 80 * 10**9, 2.039e12, 300e9, 25e9),
-            _preset("a100-40", 312e12, 40 * 10**9, 1.555e12, 300e9, 25e9),
+            _preset("h100-80", 792.1e12, 80 * 10**9, 3.35e12, 450e9, 50e9),
+            _preset("h200", 794.5e12, 141 * 10**9, 4.8e12, 450e9, 50e9),
+            _preset("b200", 1745e12, 180 * 10**9, 7.7e12, 900e9, 50e9),
+            _preset("a100-80", 267.9e12, 80 * 10**9, 2.039e12, 300e9, 25e9),
+            _preset("a100-40", 267.9e12, 40 * 10**9, 1.555e12, 300e9, 25e9),
             _preset("l40s", 362e12, 48 * 10**9, 864e9, 32e9, 25e9),
             _preset("rtx4090", 165.2e12, 24 * 10**9, 1.008e12, 32e9, 12.5e9),
-            _preset("mi250x", 191.5e12, 64 * 10**9, 1.638e12, 50e9, 12.5e9),
-            _preset("mi300x", 1307.4e12, 192 * 10**9, 5.3e12, 448e9, 50e9),
+            _preset("mi250x", 147e12, 64 * 10**9, 1.638e12, 50e9, 12.5e9),
+            _preset("mi300x", 781.9e12, 192 * 10**9, 5.3e12, 448e9, 50e9),
             _preset("t4", 65e12, 16 * 10**9, 320e9, 16e9, 6.25e9),
             _preset("cpu", 5e10, 16 * 2**30, 1e10, 2e9, 1e9),
         )
     }
 )
-"""The devices of `Cluster.preset`, as a node of one: nominal figures as the vendors publish them, rounded.
+"""The devices of `Cluster.preset`, as a node of one: figures as the vendors publish them, rounded, but for FLOP/s.
 
-FLOP/s are dense peaks of 16-bit tensor cores, bytes/s of a link are one direction. In order: FLOP/s, memory, its
-bandwidth, to a device of the node, to one of another node. Where a vendor's system has no adapter a device, that last
-one is assumed.
+FLOP/s are what large products of 16-bit matrices were measured to reach, where that is published: "maximum achievable
+matmul FLOPS" in S. Bekman, Machine Learning Engineering (accelerators), 60% to 86% of the vendors' dense peaks, which
+are 312e12 for an A100, 989.4e12 for H100 and H200, 2250e12, 191.5e12 (MI250X) and 1307.4e12 (MI300X). Those of the
+others are peaks. Bytes/s of a link are one direction. In order: FLOP/s, memory, its bandwidth, to a device of the node,
+to one of another node. Where a vendor's system has no adapter a device, that last one is assumed.
 
 * ``h100-80``, ``h200``: NVIDIA's data sheets of the H100 SXM and H200 SXM (NVLink 4: 900 GB/s, both directions); DGX
   H100 user guide: one 400 Gb/s port of InfiniBand a GPU.

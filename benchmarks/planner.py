@@ -30,7 +30,11 @@ TARGET_SECONDS, TARGET_BYTES, TARGET_GROWTH = 60.0, 3e9, 2.0
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes of a decoder. With `groups` heads of keys and values it is a Llama, without one a GPT."""
+    """The sizes of a decoder. With `groups` heads of keys and values it is a Llama, without one a GPT.
+
+    Attention is one kernel, or where that is not `fused` two products with a softmax between them; its causal mask,
+    part of a kernel of softmax then, is left out. With `tied` the output layer has the weight of the embedding.
+    """
 
     layers: int
     width: int
@@ -39,6 +43,8 @@ class Shape:
     vocabulary: int
     length: int
     groups: int = 0
+    fused: bool = True
+    tied: bool = False
 
 
 LLAMA_70B = Shape(layers=80, width=8192, heads=64, inner=28672, vocabulary=128256, length=8192, groups=8)
@@ -68,10 +74,13 @@ class Block(nn.Module):
         query, key, value = (
             each(y).view(batch, length, -1, self.size).transpose(1, 2) for each in (self.query, self.key, self.value)
         )
-        if self.shape.groups:
-            share = self.shape.heads // self.shape.groups
+        share = self.shape.heads // (self.shape.groups or self.shape.heads)
+        if share > 1:
             key, value = (each.repeat_interleave(share, dim=1) for each in (key, value))
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        if self.shape.fused:
+            mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        else:
+            mixed = torch.softmax(query @ key.transpose(2, 3) * self.size**-0.5, dim=-1) @ value
         x = x + self.out(mixed.transpose(1, 2).reshape(batch, length, width))
         y = self.norm2(x)
         inner = F.gelu(self.up(y)) if self.gate is None else F.silu(self.gate(y)) * self.up(y)
@@ -88,6 +97,8 @@ class Decoder(nn.Module):
         self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
         self.norm = nn.RMSNorm(shape.width) if shape.groups else nn.LayerNorm(shape.width)
         self.head = nn.Linear(shape.width, shape.vocabulary, bias=False)
+        if shape.tied:
+            self.head.weight = self.token.weight
 
     def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
         x = self.token(ids)

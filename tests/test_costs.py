@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from autopart.capture import capture, read
 from autopart.capture.call import Call
+from autopart.cluster import Cluster
 from autopart.ir.cost import batch_symbol
 from autopart.ir.graph import Node, Ref, Size, Value
 from autopart.ir.segmented import Segmented
@@ -23,6 +24,7 @@ from autopart.passes.recompute import recompute
 from autopart.passes.segment import segment
 from autopart.rules.alias import roots, viewed
 from autopart.rules.flops import flops
+from autopart.solver.timing import halves_seconds, roofline, segment_seconds
 from tests.interpret import bind, execute, microbatch_values, part_sizes, run_function
 from tests.models import GPT, MLP, MODELS, Sample
 
@@ -159,10 +161,27 @@ def test_an_mlp_costs_what_a_hand_calculation_says() -> None:
     assert second.backward_flops == (2 * 2 * 8 * 8 + 8 + 8) * b  # two mm, tanh_backward, the sum of the bias's gradient
     assert first.backward_flops == (2 * 8 * 8 + 8 + 8) * b  # the batch needs no gradient
     assert second.forward_bytes == 8 * (4 * 8 * b + 8 * 8 + 8)  # x and result of both, weight and bias
+    assert second.forward_swept == 8 * 2 * 8 * b  # of these, those of tanh
+    assert second.backward_swept == 8 * (3 * 8 * b + 8 * b + 8)  # tanh_backward, the sum of the bias's gradient
     assert second.parameter_bytes == second.trainable_bytes == 8 * (8 * 8 + 8)
     assert (first.saved_bytes, second.saved_bytes) == (8 * 8 * b, 2 * 8 * 8 * b)  # tanh; what came in, tanh
     assert (first.boundary_bytes, second.boundary_bytes) == (0, 8 * 8 * b)
     assert second.at(3).forward_flops == 3 * (2 * 8 * 8 + 8)
+
+
+def test_a_device_sweeps_memory_while_it_multiplies_nothing() -> None:
+    device = Cluster.uniform(1, memory=1, flops=10.0, bandwidth=2.0, link_bandwidth=1.0)
+    assert roofline(100, 60, 0, device) == 30, "of products and their bytes the longer"
+    assert roofline(100, 60, 50, device) == 10 + 25, "then what sweeps"
+    assert roofline(0, 60, 60, device) == 30
+
+
+def test_the_halves_of_a_backward_sweep_what_the_backward_does() -> None:
+    *_, found = segmented((MLP(width=8).double(), (torch.randn(6, 8).double(), torch.randn(6, 3).double()), {}))
+    second = costs(found)[1].at(4)
+    assert 0 < second.input_swept < second.backward_swept
+    device = Cluster.uniform(1, memory=1, flops=1e3, bandwidth=1e3, link_bandwidth=1.0)
+    assert sum(halves_seconds(second, device)) == pytest.approx(segment_seconds(second, device)[1])
 
 
 def test_repeated_segments_share_their_expressions() -> None:

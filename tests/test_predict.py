@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+import autopart
 from autopart.capture import capture, read
 from autopart.capture.call import Call
 from autopart.codegen.parsed import load
@@ -377,3 +378,24 @@ def test_a_chosen_plan_tells_memory_and_traffic_of_the_run(order: str, placement
         assert (rough.parameters, rough.gradients, rough.optimizer) == pytest.approx(
             (memory.parameters, memory.gradients, memory.optimizer), rel=0.02
         )
+
+
+def test_mixed_precision_counts_masters_and_moments_of_16_bit_parameters() -> None:
+    module, args = MLP().bfloat16(), (torch.randn(6, 8).bfloat16(), torch.randn(6, 3).bfloat16())
+    made = {
+        precision: autopart.plan(module, args, capture="direct", precision=precision, devices=1)
+        for precision in (None, "mixed")
+    }
+    (plain,), (mixed,) = (plan.prediction.memory for plan in made.values())
+    assert (plain.optimizer, mixed.optimizer) == (2 * plain.parameters, 6 * plain.parameters)
+    assert replace(mixed, optimizer=plain.optimizer) == plain
+    again = Plan.from_json(made["mixed"].to_json())
+    assert again.precision == "mixed" and again == made["mixed"]
+    pins = {"capture": "direct", "devices": 1, "memory": mixed.parameters + mixed.gradients + mixed.optimizer}
+    autopart.plan(module, args, **pins)
+    with pytest.raises(autopart.PlanInfeasible):
+        autopart.plan(module, args, precision="mixed", **pins)
+    whole = autopart.plan(module.double(), tuple(each.double() for each in args), capture="direct", precision="mixed")
+    assert whole.prediction.memory[0].optimizer == 2 * whole.prediction.memory[0].parameters
+    with pytest.raises(ValueError, match="precision: 'half'"):
+        autopart.plan(module, args, capture="direct", precision="half")

@@ -23,6 +23,7 @@ from autopart.codegen.shapes import Bodies
 from autopart.errors import PlanInfeasible
 from autopart.ir.action import Scheduled
 from autopart.ir.captured import Captured
+from autopart.ir.cost import PRECISIONS, optimizer_bytes
 from autopart.ir.mesh import pieces
 from autopart.ir.plan import INPUT, OUTPUT, Plan, around
 from autopart.ir.program import Program
@@ -129,8 +130,18 @@ def _chosen(segmented: Segmented, batch: int, pins: Pins, decided: TensorPlan | 
         fingerprint=fingerprint(captured),
         tensor=decided,
         looks_up=segmented.lookup,
+        optimizer_ratio=optimizer_ratio(captured, pins.get("precision")),
         **pins,
     )
+
+
+def optimizer_ratio(captured: Captured, precision: str | None) -> float:
+    """Bytes of AdamW's state per byte of trainable parameter. Raises ValueError for a precision that is not known."""
+    one_of("precision", precision, PRECISIONS)
+    trained = [item.value for item in captured.of_kind("parameter") if item.requires_grad]
+    sizes = [(value.nbytes(1), value.dtype.itemsize) for value in trained]
+    held = sum(optimizer_bytes(nbytes, itemsize, precision) for nbytes, itemsize in sizes)
+    return held / sum(nbytes for nbytes, _ in sizes) if held else 2.0
 
 
 def planned(captured: Captured, *, batch: int | None = None, inputs: str = "global", **pins: Unpack[Pins]) -> Plan:
@@ -279,8 +290,9 @@ def plan(
     """The plan for a training step of ``model(*args, **kwargs)``: what is not pinned is chosen.
 
     The pins are `cluster`, `devices`, `mesh`, `stages`, `placement`, `schedule`, `microbatches`, `memory` and
-    `recompute`; `objective` is "time", "memory" or "throughput_per_cost", and after `time_limit` seconds of search the
-    best plan so far is returned; see `solver.choose`. A search of more than a second shows its progress on a terminal.
+    `recompute`; ``precision="mixed"`` counts 32-bit copies and moments of 16-bit parameters; `objective` is "time",
+    "memory" or "throughput_per_cost", and after `time_limit` seconds of search the best plan so far is returned; see
+    `solver.choose`. A search of more than a second shows its progress on a terminal.
     No process group and no memory for weights is needed: parameters may be fake (with ``capture="direct"``). Raises
     PlanInfeasible, with what binds and what would lift it, where nothing fits; ValueError or TypeError for a bad
     argument.

@@ -25,6 +25,9 @@ EXPRESSIONS = (
     "forward_exchange",
     "backward_exchange",
     "input_exchange",
+    "forward_swept",
+    "backward_swept",
+    "input_swept",
 )
 """The fields of a cost that depend on the microbatch size."""
 
@@ -36,8 +39,14 @@ a stage could begin there.
 PICO = 10**12
 """Units of time in a second: integers, so that nothing depends on the order of sums."""
 
-OPTIMIZER_RATIO = 2.0
-"""Bytes of optimizer state per byte of trainable parameter: AdamW's two moments, in the parameter's dtype."""
+PRECISIONS = (None, "mixed")
+"""What AdamW keeps: two moments in the parameter's dtype; "mixed": for parameters of 16 bits, two moments and a copy of
+the parameter in 32 bits."""
+
+
+def optimizer_bytes(nbytes: int, itemsize: int, precision: str | None) -> int:
+    """Bytes of optimizer state for `nbytes` of trainable parameters, `itemsize` an element."""
+    return nbytes // itemsize * 12 if precision == "mixed" and itemsize < 4 else 2 * nbytes
 
 
 @lru_cache(maxsize=1)
@@ -82,6 +91,9 @@ class SegmentCost:
     forward_exchange: sympy.Expr = 0  # picoseconds that the places of an axis inside it exchange values
     backward_exchange: sympy.Expr = 0
     input_exchange: sympy.Expr = 0  # those of the backward's that are I's
+    forward_swept: sympy.Expr = 0  # those of its bytes that operators move which do not contract: sweeps
+    backward_swept: sympy.Expr = 0
+    input_swept: sympy.Expr = 0
 
     def __post_init__(self) -> None:
         if not 0 <= self.trainable_bytes <= self.parameter_bytes:
@@ -127,6 +139,9 @@ class SegmentNumbers:
     forward_exchange: int = 0
     backward_exchange: int = 0
     input_exchange: int = 0
+    forward_swept: int = 0
+    backward_swept: int = 0
+    input_swept: int = 0
 
     def __post_init__(self) -> None:
         for field in fields(self):

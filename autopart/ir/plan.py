@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 
 from autopart.ir import explanation, plan_text
 from autopart.ir.choice import Alternative, SegmentFact
+from autopart.ir.cost import PRECISIONS
 from autopart.ir.document import Document
 from autopart.ir.mesh import Mesh, pieces
 from autopart.ir.placement import Placement
@@ -100,6 +101,7 @@ class Plan:
     lookup: bool = False  # whether the first segment, the lookup in the input embedding, is split over them too
     slices: int = 1  # the pieces into which the schedule cuts the sequence
     lengths: tuple[int, ...] = ()  # the tokens of each; without them, as even as can be
+    precision: str | None = None  # what predicted memory takes the optimizer to keep, one of `PRECISIONS`
     alternatives: tuple[Alternative, ...] = ()  # the runners-up, one for each kind of choice
     facts: tuple[SegmentFact, ...] = ()  # what segments cost at the plan's microbatches, equal ones together
     took: float = field(default=0.0, compare=False)  # seconds of the search; no part of the plan, nor of its file
@@ -149,6 +151,8 @@ class Plan:
             raise ValueError(f"plan: inside segments it is for {inside}, but its mesh is {self.mesh}")
         if self.inputs not in INPUTS:
             raise ValueError(f"plan: inputs must be one of {', '.join(INPUTS)}, not {self.inputs!r}")
+        if self.precision not in PRECISIONS:
+            raise ValueError(f"plan: precision must be None or 'mixed', not {self.precision!r}")
         if self.microbatches < 1 or self.batch < self.mesh.degree("dp") * self.microbatches:
             raise ValueError(
                 f"plan: a batch of {self.batch} cannot be cut into dp={self.mesh.degree('dp')} x {self.microbatches}"

@@ -1,8 +1,9 @@
 """costs: Segmented -> a SegmentCost a segment. What each computes, reads, writes and keeps, in the microbatch size.
 
 FLOPs are those of `rules.flops`. Bytes are those of every tensor that an operator reads or writes, views left out: an
-upper bound that fused kernels stay below. Repeated segments share their expressions, so the time goes with the number
-of distinct bodies.
+upper bound that fused kernels stay below. Those of operators that do not contract, which are next to nothing but bytes,
+are told apart: a device does not move them while it multiplies matrices. Repeated segments share their expressions, so
+the time goes with the number of distinct bodies.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from autopart.ir.graph import Node, Size, Value
 from autopart.ir.segmented import Body, Function, Halves, Segment, Segmented, defined
 from autopart.passes.split_backward import halves
 from autopart.rules.alias import roots, viewed
-from autopart.rules.flops import GATHERS, count, flops
+from autopart.rules.flops import GATHERS, contracts, count, flops
 
 Expression = Any
 """A sympy expression in `batch_symbol()`."""
@@ -43,6 +44,9 @@ class _Expressions:
     forward_exchange: Expression
     backward_exchange: Expression
     input_exchange: Expression
+    forward_swept: Expression
+    backward_swept: Expression
+    input_swept: Expression
 
 
 Exchanged = Callable[[str, int], int]
@@ -91,6 +95,9 @@ def costs(segmented: Segmented, exchanged: Exchanged | None = None) -> tuple[Seg
                 forward_exchange=common.forward_exchange,
                 backward_exchange=common.backward_exchange,
                 input_exchange=common.input_exchange,
+                forward_swept=common.forward_swept,
+                backward_swept=common.backward_swept,
+                input_swept=common.input_swept,
                 parameter_bytes=sum(sizes.values()),
                 trainable_bytes=sum(sizes[target] for target, item in mine.items() if item.requires_grad),
                 tied=tuple(Tied(t, sizes[t], item.requires_grad) for t, item in mine.items() if users[t] > 1),
@@ -138,6 +145,9 @@ def _expressions(
         forward_exchange=_exchange(body.forward, samples, exchanged),
         backward_exchange=_exchange(backward, samples, exchanged),
         input_exchange=_exchange(inputs, samples, exchanged),
+        forward_swept=_moved(body.forward, swept=True),
+        backward_swept=_moved(backward, swept=True),
+        input_swept=_moved(inputs, swept=True),
     )
 
 
@@ -187,9 +197,11 @@ def _flops(function: Function) -> Expression:
     return _total(flops(node, values) for node in function.nodes)
 
 
-def _moved(function: Function) -> Expression:
+def _moved(function: Function, *, swept: bool = False) -> Expression:
+    """The bytes that a function's operators read and write; with `swept` those of its sweeps alone."""
     values = defined(function)
-    return _total(term for node in function.nodes if viewed(node) is None for term in _traffic(node, values))
+    moving = (node for node in function.nodes if viewed(node) is None and not (swept and contracts(node)))
+    return _total(term for node in moving for term in _traffic(node, values))
 
 
 def _traffic(node: Node, values: Mapping[str, Value]) -> Iterable[Expression]:

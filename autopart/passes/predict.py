@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
-from math import ceil
 
 import torch
 
@@ -19,7 +18,7 @@ from autopart.codegen.moves import Bucket, Moves, moves
 from autopart.codegen.stages import reads_prologue
 from autopart.codegen.step import outputs
 from autopart.ir.action import COMPLETES, COMPUTE, Action, Kind, Scheduled, Weights, stages_of
-from autopart.ir.cost import OPTIMIZER_RATIO
+from autopart.ir.cost import optimizer_bytes
 from autopart.ir.mesh import pieces
 from autopart.ir.plan import Plan, StageMemory
 from autopart.ir.staged import Staged, averaged
@@ -226,13 +225,14 @@ def _rank_memory(staged: Staged, scheduled: Scheduled, plan: Plan, column: int, 
         return (unit.part_numel(part, degree) if in_parts else unit.numel) * unit.dtype.itemsize
 
     trained = [unit for unit in units if unit.trainable]
-    updated = sum(held(unit, unit.held_in_parts(degree)) for unit in trained)
+    parts = [(held(unit, unit.held_in_parts(degree)), unit.dtype.itemsize) for unit in trained]
+    updated = sum(nbytes for nbytes, _ in parts)
     sizes = pieces(samples, plan.microbatches) * _batches(scheduled, plan)
     numbers = {segment.body for stage in stages for segment in staged.stages[stage]}
     again = [recomputed(staged.segmented.bodies[number]) for number in numbers]
     return StageMemory(
         parameters=sum(held(unit, unit.gathered(degree)) for unit in units) + updated * _older(scheduled, plan, column),
-        optimizer=ceil(OPTIMIZER_RATIO * updated),
+        optimizer=sum(optimizer_bytes(nbytes, itemsize, plan.precision) for nbytes, itemsize in parts),
         gradients=sum(held(unit, unit.reduced_at_once(degree)) for unit in trained),
         activations=peak_activations(staged, scheduled, column, sizes, whole=degree * plan.microbatches == 1),
         transient=_transient(staged, scheduled, column, degree)

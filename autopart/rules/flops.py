@@ -39,6 +39,16 @@ def flops(node: Node, values: Mapping[str, Value]) -> Expression:
     return sum(count(out.shape) for out in node.outs if out is not None)
 
 
+def contracts(node: Node) -> bool:
+    """Whether an operator has a product in it, as matmuls, convolutions and attention do: more than a sweep of memory.
+
+    So is an operator of the user's own taken to be.
+    """
+    if node.op.namespace not in ("aten", "autopart"):
+        return True
+    return node.op.namespace == "aten" and node.op.overloadpacket.__name__ in CONTRACTIONS
+
+
 def _nest(rule: Rule) -> Expression:
     """An operation an iteration of the loops of every result; two where they are summed over one."""
     total: Expression = 0
@@ -131,9 +141,7 @@ zeros ones full empty zeros_like ones_like full_like empty_like empty_strided ne
 new_empty_strided arange eye scalar_tensor
 """
 
-FORMULAS: Mapping[str, Formula] = {
-    **_each(_CREATIONS, _nothing),
-    **_each(_REDUCTIONS, _read),
+CONTRACTIONS: Mapping[str, Formula] = {
     "mm": _product("self", "mat2"),
     "mv": _product("self", "vec"),
     "dot": _product("self", "tensor"),
@@ -148,4 +156,6 @@ FORMULAS: Mapping[str, Formula] = {
     # Scores again, gradients of query and key; gradients of weights and value.
     **{f"{name}_backward": _attention(3, 2) for name in _KERNELS.split()},
 }
+
+FORMULAS: Mapping[str, Formula] = {**_each(_CREATIONS, _nothing), **_each(_REDUCTIONS, _read), **CONTRACTIONS}
 """By the operator's name. What is not here counts an operation an element written."""

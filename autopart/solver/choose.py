@@ -49,6 +49,7 @@ def choose(
     recompute: bool | Sequence[str] | None = None,
     recomputed: Sequence[SegmentCost] | None = None,
     optimizer_ratio: float = 2.0,
+    precision: str | None = None,
     forwards_first: bool = False,
     fingerprint: str = "",
     tensor: TensorPlan | None = None,
@@ -82,7 +83,8 @@ def choose(
     segment at a time: a placement pattern holds for a segment if it matches its name or a module around it.
     `recompute` pins that: True, False, or modules whose segments are recomputed; `recomputed` has what every segment
     costs when it is (by default as much as it does anyway).
-    `optimizer_ratio` is bytes of optimizer state per byte of trainable parameter. With a `mesh` that splits tensors
+    `optimizer_ratio` is bytes of optimizer state per byte of trainable parameter, of which `precision` is only noted in
+    the plan. With a `mesh` that splits tensors
     inside segments the costs are those of one place, and `tensor` is what was decided there. Where the mesh is free,
     `degrees` has more of such: what was decided, and what segments cost then, plain and recomputed. With `looks_up` the
     first of the costs are of a lookup in the input embedding, which is split over the pipeline ranks as the output
@@ -126,7 +128,7 @@ def choose(
                 f"model; pin such a schedule, as 1f1b, not {written(request.schedules[0])}"
             )
         plan = _by_rule(request)
-    return replace(plan, fingerprint=fingerprint, took=time.monotonic() - began)
+    return replace(plan, precision=precision, fingerprint=fingerprint, took=time.monotonic() - began)
 
 
 def _jointly(space: Space, objective: str, deadline: float, progress: Progress) -> Plan:

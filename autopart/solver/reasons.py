@@ -98,7 +98,7 @@ def notes(request: Request, chosen: Chosen, objective: str | None = None) -> tup
         *([_split_input(request.lookup, mesh.degree("pp"))] if request.lookup is not None else []),
         f"recompute for memory {again}: " + (_why(bool(request.recompute), objective) if request.free else "pinned"),
         f"memory limit {limit} per device, optimizer state {request.optimizer_ratio:g} x the trainable parameters,"
-        f" times of the {request.cluster.name} cluster at its peak rates",
+        f" times of the {request.cluster.name} cluster at its rates",
     )
 
 

@@ -55,6 +55,7 @@ class Pins(TypedDict, total=False):
     microbatches: int | None
     memory: str | int | None
     recompute: bool | Sequence[str] | None
+    precision: str | None
     objective: str
     time_limit: float | None
     progress: Callable[[int, int], None]

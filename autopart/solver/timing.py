@@ -1,6 +1,11 @@
 """Predicted times: a roofline for segments, the simulated flush of a pipeline, alpha-beta for the data axis.
 
-Assumed, and stated so that a better model has something to beat: devices reach their peak; a message from rank to rank
+    segment    max(flops / F, bytes of its contractions / W) + bytes of its sweeps / W
+
+with F and W the rates of a device: what has a product in it is computed or moved, whichever takes longer; what sweeps
+through memory (norms, activations, sums) comes before or after it, on the same device.
+
+Assumed, and stated so that a better model has something to beat: devices reach their rates; a message from rank to rank
 takes latency and bytes over bandwidth, and delays only what waits for it; the collectives of the data axis delay all,
 and so do those inside segments: nothing is computed meanwhile.
 """
@@ -19,10 +24,15 @@ from autopart.solver.memory import exchanges
 
 
 def segment_seconds(segment: SegmentNumbers, cluster: Cluster) -> tuple[float, float]:
-    """Forward and backward seconds of one microbatch: each the longer of computing and moving bytes, and exchanges."""
-    forward = max(segment.forward_flops / cluster.flops, segment.forward_bytes / cluster.bandwidth)
-    backward = max(segment.backward_flops / cluster.flops, segment.backward_bytes / cluster.bandwidth)
+    """Forward and backward seconds of one microbatch: products, sweeps and exchanges, one after the other."""
+    forward = roofline(segment.forward_flops, segment.forward_bytes, segment.forward_swept, cluster)
+    backward = roofline(segment.backward_flops, segment.backward_bytes, segment.backward_swept, cluster)
     return forward + segment.forward_exchange / PICO, backward + segment.backward_exchange / PICO
+
+
+def roofline(flops: int, nbytes: int, swept: int, cluster: Cluster) -> float:
+    """The time of so many FLOPs and of so many bytes, `swept` of which move while nothing is multiplied."""
+    return max(flops / cluster.flops, (nbytes - swept) / cluster.bandwidth) + swept / cluster.bandwidth
 
 
 def action_seconds(segments: Sequence[SegmentNumbers], cluster: Cluster, *, first: bool) -> dict[str, float]:
@@ -53,10 +63,10 @@ def output_seconds(part: SegmentNumbers, cluster: Cluster, barriers: int) -> dic
 
 def halves_seconds(segment: SegmentNumbers, cluster: Cluster) -> tuple[float, float]:
     """Seconds of one microbatch's backward for the inputs, and of the rest of it."""
-    flops, nbytes, exchange = segment.input_flops, segment.input_bytes, segment.input_exchange
-    inputs = max(flops / cluster.flops, nbytes / cluster.bandwidth)
-    weights = max(
-        (segment.backward_flops - flops) / cluster.flops, (segment.backward_bytes - nbytes) / cluster.bandwidth
+    flops, nbytes, swept = segment.input_flops, segment.input_bytes, segment.input_swept
+    inputs, exchange = roofline(flops, nbytes, swept, cluster), segment.input_exchange
+    weights = roofline(
+        segment.backward_flops - flops, segment.backward_bytes - nbytes, segment.backward_swept - swept, cluster
     )
     return inputs + exchange / PICO, weights + (segment.backward_exchange - exchange) / PICO
 
