@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from autopart.api.compiler import captured_step, lower, planned
 from autopart.capture import read
 from autopart.errors import CaptureError
 from autopart.ir.action import Action, Kind
+from autopart.ir.captured import Captured
 from autopart.ir.plan import Plan
 from autopart.ir.program import Program
 from autopart.passes.segment import segment
@@ -64,14 +66,23 @@ def sample(batch: int, **options: Any) -> tuple[nn.Module, tuple[torch.Tensor, .
     return model, (ids, targets)
 
 
-def program(
-    options: Mapping[str, Any], *, pp: int = 2, dp: int = 1, microbatches: int = 3, schedule: Any = "vocab",
-    semantics: str = "exact", **pins: Any,
-) -> Program:  # fmt: skip
-    model, args = sample(8, **options)
-    step = captured_step(model, read(model, args, {}), None, False, "direct", semantics)
-    plan = planned(step, schedule=schedule, microbatches=microbatches, mesh={"pp": pp, "dp": dp}, **pins)
+@cache
+def captured(options: tuple[tuple[str, Any], ...], semantics: str) -> Captured:
+    model, args = sample(8, **dict(options))
+    return captured_step(model, read(model, args, {}), None, False, "direct", semantics)
+
+
+def program(options: Mapping[str, Any], *, semantics: str = "exact", **pins: Any) -> Program:
+    """Of two ranks and three microbatches, and ``"vocab"``, unless it says otherwise."""
+    step = captured((*options.items(),), semantics)
+    mesh = {"pp": pins.pop("pp", 2), "dp": pins.pop("dp", 1)}
+    plan = planned(step, mesh=mesh, **{"schedule": "vocab", "microbatches": 3, **pins})
     return lower(segment(step, cuts=plan.cuts), plan)
+
+
+@cache
+def plain(*, tied: bool) -> Program:
+    return program({"tied": True} if tied else {})
 
 
 def shapes(made: Program, name: str = "table.weight") -> list[tuple[int, ...]]:
@@ -84,7 +95,6 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], list[tuple[int, ...]]]] =
     "columns": ({}, {}, COLUMNS),
     "rows of a tied one": ({"tied": True}, {"schedule": "vocab(barriers=2)"}, ROWS),
     "padding": ({"padding": 2}, {"schedule": "vocab(barriers=2)"}, COLUMNS),
-    "padding of a tied one": ({"padding": 2, "tied": True}, {}, ROWS),
     "dropout and more tables": ({"dropout": 0.3, "more": True}, {}, COLUMNS),
     "recomputed": ({"more": True, "dropout": 0.3}, {"recompute": True}, COLUMNS),
     "frozen": ({"frozen": True}, {}, COLUMNS),
@@ -92,6 +102,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], list[tuple[int, ...]]]] =
     "fsdp of a tied one": ({"tied": True}, {"dp": 2, "microbatches": 2, "placement": "fsdp"}, ROWS),
 }
 SOAK: dict[str, tuple[dict[str, Any], dict[str, Any], list[tuple[int, ...]]]] = {
+    "padding of a tied one": ({"padding": 2, "tied": True}, {}, ROWS),
     "one rank": ({}, {"pp": 1}, [(TOKENS, WIDTH)]),
     "recomputed and tied": ({"more": True, "tied": True}, {"recompute": True}, ROWS),
     "frozen and tied": ({"frozen": True, "tied": True}, {"schedule": "vocab(barriers=2)"}, ROWS),
@@ -134,8 +145,7 @@ def test_what_cannot_be_split_is_whole_as_before(options: dict[str, Any], pins: 
 
 def test_a_plan_holds_for_calls_that_look_up_likewise(tmp_path: Path) -> None:
     """It says that the embedding is split, in a file too; a step that does not begin so is refused."""
-    made = program({}, pp=2)
-    made.plan.save(tmp_path / "plan.json")
+    plain(tied=False).plan.save(tmp_path / "plan.json")
     plan = Plan.load(tmp_path / "plan.json")
     assert plan.lookup and "each of the 2 pipeline ranks has a part of its columns" in plan.explain()
 
@@ -249,7 +259,7 @@ T1 = "    (table_lookup_pp1,) = from_5\n"
     ],
 )
 def test_planted_faults(rank: int, tied: bool, changes: list[tuple[str, str]], message: str) -> None:
-    refused(program({"tied": tied}), {rank: changes}, message)
+    refused(plain(tied=tied), {rank: changes}, message)
 
 
 # ---- state -----------------------------------------------------------------------------------------------------------
