@@ -16,6 +16,7 @@ from autopart.ir.graph import Arg, Dim, Node, Ref, Value
 from autopart.ir.names import fresh
 from autopart.ir.placed import PlacedBody
 from autopart.ir.segmented import Body, Function, Segment, Segmented, defined
+from autopart.ir.state import Parameter, Piece
 from autopart.rules.split import span
 
 aten = torch.ops.aten
@@ -27,6 +28,13 @@ AXIS = "pp"
 def part_name(name: str, rank: int) -> str:
     """What the part of a segment, parameter or value that pipeline rank `rank` has is called."""
     return f"{name}@{AXIS}{rank}"
+
+
+def part_of(target: str, whole: Value, rank: int, degree: int, dim: int = 0) -> Parameter:
+    """The part of a parameter that one of `degree` pipeline ranks has: some rows (those of its classes), or columns."""
+    shape = whole.at(1)
+    piece = Piece(AXIS, shape, dim, 1, *span(shape[dim], 1, 1, degree, rank))
+    return Parameter(part_name(target, rank), piece.local, whole.dtype, (piece,), target)
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,9 +25,9 @@ from autopart.ir.placed import PlacedBody, PlacedFunction, Strategy
 from autopart.ir.placement import Replicate, Shard, TensorPlacement
 from autopart.ir.segmented import Body, Function, Segment, Segmented, defined
 from autopart.ir.sharded import Sharded
-from autopart.ir.state import Parameter, Piece
+from autopart.ir.state import Parameter
 from autopart.passes.localise import localise
-from autopart.passes.output_functions import AXIS, made_by, part_name
+from autopart.passes.output_functions import AXIS, made_by, part_name, part_of
 from autopart.rules.split import local_shape, span
 from autopart.rules.strategies import Ruled, split, strategies
 
@@ -84,7 +84,7 @@ def split_input(sharded: Sharded, stages: Stages) -> Looked:
     )
     between = {**sharded.between, **{v.name: sharded.between[passing.looked] for v in passing.made()}}
     made = replace(sharded, segmented=whole, between=between, inside=(*sharded.inside, *({} for _ in bodies)))
-    parameters = {part_name(target, rank): _parameter(target, table, cut.dim, rank, degree) for rank in range(degree)}
+    parameters = {part_name(target, rank): part_of(target, table, rank, degree, cut.dim) for rank in range(degree)}
     return Looked(made, stages, numbered, parameters)
 
 
@@ -107,12 +107,6 @@ def _user(segmented: Segmented) -> Segment:
 def _table(segmented: Segmented) -> Value:
     (target,) = segmented.segments[0].parameters
     return next(item.value for item in segmented.captured.of_kind("parameter") if item.target == target)
-
-
-def _parameter(target: str, whole: Value, dim: int, rank: int, degree: int) -> Parameter:
-    shape = whole.at(1)
-    piece = Piece(AXIS, shape, dim, 1, *span(shape[dim], 1, 1, degree, rank))
-    return Parameter(part_name(target, rank), piece.local, whole.dtype, (piece,), target)
 
 
 def _replaced(names: Sequence[str], name: str, values: Sequence[Value]) -> tuple[str, ...]:

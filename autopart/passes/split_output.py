@@ -33,11 +33,10 @@ from autopart.ir.names import fresh
 from autopart.ir.placement import Replicate, Shard, TensorPlacement
 from autopart.ir.segmented import Body, Function, Segment, Segmented, defined
 from autopart.ir.sharded import Sharded
-from autopart.ir.state import Parameter, Piece
-from autopart.passes.output_functions import AXIS, Part, part_name
+from autopart.ir.state import Parameter
+from autopart.passes.output_functions import AXIS, Part, part_name, part_of
 from autopart.passes.output_layer import ADVICE, along_vocabulary
 from autopart.passes.output_part import Maker
-from autopart.rules.split import span
 
 aten = torch.ops.aten
 
@@ -85,7 +84,7 @@ def split_output(sharded: Sharded, stages: Stages, barriers: int) -> Divided:
     known = {item.target: item.value for item in segmented.captured.of_kind("parameter")}
     elsewhere = {target for row in stages[:degree] for s in row for target in s.parameters}  # tied, and whole
     parameters = {
-        part_name(target, rank): _parameter(target, known[target], rank, degree)
+        part_name(target, rank): part_of(target, known[target], rank, degree)
         for target in layer.parameters
         if target not in elsewhere
         for rank in range(degree)
@@ -96,13 +95,6 @@ def split_output(sharded: Sharded, stages: Stages, barriers: int) -> Divided:
 def _placed(value: Value) -> TensorPlacement:
     dim = next((i for i, size in enumerate(value.shape) if isinstance(size, Size)), None)
     return Replicate() if dim is None else Shard(dim)
-
-
-def _parameter(target: str, whole: Value, rank: int, degree: int) -> Parameter:
-    """The rows of a parameter that belong to a rank's classes."""
-    shape = whole.at(1)
-    piece = Piece(AXIS, shape, 0, 1, *span(shape[0], 1, 1, degree, rank))
-    return Parameter(part_name(target, rank), piece.local, whole.dtype, (piece,), target)
 
 
 def _check(segmented: Segmented, layer: Segment, stages: Stages) -> None:
