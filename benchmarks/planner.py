@@ -151,7 +151,7 @@ def stacks(rounds: int) -> None:
         best: list[float] = []
         for _ in range(rounds):
             cutting, segmented = timed(lambda captured=captured: segment(captured))
-            searching, plan = timed(lambda s=segmented: compiler._chosen(s, 64, {"cluster": cluster}))
+            searching, plan = timed(lambda s=segmented: compiler._best(s, 64, {"cluster": cluster}))
             predicting, _ = timed(lambda s=segmented, p=plan: compiler.predicted(s, p))
             figures = [cutting, searching, predicting]
             best = min(best or figures, figures, key=sum)

@@ -131,17 +131,23 @@ def step_seconds(
 ) -> float:
     """The step of one split, a stage a rank: a simulated flush, then the collectives of the rank that has most."""
     stages = [segments[i:j] for i, j in zip(starts, [*starts[1:], len(segments)], strict=True)]
-    forward = [
-        sum(max(s.forward_flops / cluster.flops, s.forward_bytes / cluster.bandwidth) for s in k) for k in stages
-    ]
-    backward = [
-        sum(max(s.backward_flops / cluster.flops, s.backward_bytes / cluster.bandwidth) for s in k) for k in stages
-    ]
+    forward = [sum(_forward(s, cluster) for s in k) for k in stages]
+    backward = [sum(_backward(s, cluster) for s in k) for k in stages]
     crossing = max((segments[i].boundary_bytes for i in starts[1:]), default=0)
     edge = cluster.link_latency + crossing / cluster.link_bandwidth
     built = schedules.build(schedule, ranks=len(starts), microbatches=microbatches)
     length = schedules.simulate(built, {"F": forward, "B": backward}, edge).makespan
     return length + max(sum(_exchange(s, preset, dp, microbatches, cluster) for s in k) for k in stages)
+
+
+def _forward(segment: SegmentNumbers, cluster: Cluster) -> float:
+    computing = max(segment.forward_flops / cluster.flops, segment.forward_bytes / cluster.bandwidth)
+    return computing + segment.forward_exchange / 1e12
+
+
+def _backward(segment: SegmentNumbers, cluster: Cluster) -> float:
+    computing = max(segment.backward_flops / cluster.flops, segment.backward_bytes / cluster.bandwidth)
+    return computing + segment.backward_exchange / 1e12
 
 
 def _exchange(segment: SegmentNumbers, preset: str, dp: int, microbatches: int, cluster: Cluster) -> float:

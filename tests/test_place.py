@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from itertools import pairwise
 from random import Random
 
 import pytest
@@ -12,7 +13,6 @@ import torch
 from autopart.api.compiler import captured_step
 from autopart.capture import read
 from autopart.cluster import Cluster
-from autopart.errors import PlanInfeasible
 from autopart.ir.graph import Size
 from autopart.ir.placed import Move, PlacedBody
 from autopart.ir.placement import Partial, PerSlice, Replicate, Shard, TensorPlacement
@@ -21,7 +21,7 @@ from autopart.passes.localise import localise
 from autopart.passes.segment import segment
 from autopart.solver.axis import Axis
 from autopart.solver.eliminate import picks, solve
-from autopart.solver.place import Placed, place
+from autopart.solver.place import Placed, front, place
 from autopart.solver.tensor import layout_of
 from tests import places
 from tests.tensor_cases import LENGTH, SAMPLES, WIDTH, Ran, run, steps
@@ -40,9 +40,9 @@ TOKENS = SAMPLES * LENGTH * WIDTH * 8
 
 
 @cache
-def placed(name: str, degree: int, cluster: Cluster, memory: int | None = None) -> Placed:
+def placed(name: str, degree: int, cluster: Cluster) -> Placed:
     made, _, batch = steps(name)
-    return place(made, Axis("tp", degree, cluster, batch, copies=1), memory=memory)
+    return place(made, Axis("tp", degree, cluster, batch, copies=1))
 
 
 def ran(name: str, found: Placed) -> list[Ran]:
@@ -95,17 +95,27 @@ def test_sequence_parallelism_is_found_where_what_is_not_split_costs() -> None:
 
 def test_sequence_parallelism_is_found_where_memory_binds() -> None:
     free = placed("gpt", 2, NEAR)
-    tight = placed("gpt", 2, NEAR, memory=free.memory * 19 // 20)
-    assert tight.memory <= free.memory * 19 // 20 and tight.time > free.time
+    made, _, batch = steps("gpt")
+    fastest, tight, smallest = front(made, Axis("tp", 2, NEAR, batch, copies=1))
+    assert fastest == free and smallest.memory < tight.memory <= free.memory * 19 // 20 and tight.time > free.time
     assert free.segments[2].wanted()["x"] == free.segments[2].wanted()["add"] == Replicate()
     for body, result in zip(tight.segments[2:4], ran("gpt", tight)[2:4], strict=True):
         assert result.counts(least=TOKENS // 2) == {"reduce_scatter": 4, "all_gather": 4}
         assert body.wanted()["x"] == body.wanted()["add"] == Shard(1)
 
 
-def test_what_fits_nowhere_is_refused() -> None:
-    with pytest.raises(PlanInfeasible, match=r"on tp=2 .* at least \d+ bytes, more than the 1000 allowed"):
-        placed("gpt", 2, FAST, memory=1000)
+@pytest.mark.parametrize(("name", "degree"), [("gpt", 2), ("gpt_wide", 2), ("gpt", 3)])
+def test_a_front_is_of_the_fastest_at_some_price_and_equal_layers_are_alike(name: str, degree: int) -> None:
+    made, _, batch = steps(name)
+    found = front(made, Axis("tp", degree, NEAR, batch))
+    assert len(found) > 1 and found[0] == place(made, Axis("tp", degree, NEAR, batch))
+    for faster, smaller in pairwise(found):
+        assert faster.time < smaller.time and faster.memory > smaller.memory
+    slopes = [(b.time - a.time) / (a.memory - b.memory) for a, b in pairwise(found)]
+    assert slopes == sorted(slopes), "a byte less costs more and more"
+    inner = slice(2, -2)
+    assert len({segment.body for segment in made.segments[inner]}) == 1
+    assert all(len({id(body) for body in each.segments[inner]}) == 1 for each in found)
 
 
 def test_a_vocabulary_stays_split_from_the_product_to_the_loss() -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from types import MappingProxyType
 from typing import Any, Unpack
 
 import torch
@@ -16,11 +17,9 @@ from autopart.api import tensor
 from autopart.api.options import SEMANTICS, one_of
 from autopart.api.plain import check_hooks
 from autopart.api.progress import shown
-from autopart.api.tensor import Inside
 from autopart.capture import NO_TARGET
 from autopart.capture.call import Call
 from autopart.codegen.shapes import Bodies
-from autopart.errors import PlanInfeasible
 from autopart.ir.action import Scheduled
 from autopart.ir.captured import Captured
 from autopart.ir.cost import PRECISIONS, optimizer_bytes
@@ -31,8 +30,6 @@ from autopart.ir.segmented import Segmented
 from autopart.ir.sharded import Sharded
 from autopart.ir.staged import Staged
 from autopart.ir.state import State
-from autopart.ir.tensor_plan import TensorPlan
-from autopart.passes.costs import costs
 from autopart.passes.emit import emit
 from autopart.passes.inside import crossing, inside
 from autopart.passes.judge import check_sums
@@ -57,6 +54,7 @@ from autopart.solver import pareto as front
 from autopart.solver.choose import choose
 from autopart.solver.refine import reason, refine
 from autopart.solver.request import Pins
+from autopart.solver.variants import Degrees, Placed
 
 
 def captured_step(
@@ -93,34 +91,35 @@ def _fitting(captured: Captured, pins: Pins) -> Pins:
 
 
 def _best(segmented: Segmented, batch: int, pins: Pins, inputs: str = "global") -> Plan:
-    """The best plan; where the mesh has an axis for them, with tensors split inside segments."""
+    """The best plan, with tensors split inside segments where the mesh has an axis for that, or is free."""
+    return _choosing(segmented, batch, pins, inputs)(pins)
+
+
+def _choosing(segmented: Segmented, batch: int, pins: Pins, inputs: str = "global") -> Callable[[Pins], Plan]:
+    """What chooses a plan under these pins, or with another objective or memory; what segments cost is found once."""
     asked = tensor.asked(segmented.captured, batch, pins, inputs)
-    if asked is None:
-        return _chosen(segmented, batch, pins)
-    chosen = _chosen_inside(segmented, batch, pins, asked)
-    if not chosen.fits():  # the search took other microbatches than were asked about
-        chosen = _chosen_inside(segmented, batch, pins, replace(asked, divides=False))
-    return replace(chosen, notes=(*chosen.notes, *unruled(segmented)))
+    degrees = tensor.degrees(segmented, batch, pins, inputs)
+    found: Sequence[Placed] = (
+        ((None, *tensor.costs_of(segmented)),) if asked is None else tensor.placements(segmented, asked)
+    )
+
+    def chosen(pins: Pins) -> Plan:
+        kept: Pins = {**pins, "placement": tensor.without_tensors(pins.get("placement"))}
+        plan = _chosen(segmented, batch, kept, found, degrees)
+        return plan if plan.tensor is None else replace(plan, notes=(*plan.notes, *unruled(segmented)))
+
+    return chosen
 
 
-def _chosen_inside(segmented: Segmented, batch: int, pins: Pins, asked: Inside) -> Plan:
-    """The plan around the fastest placement of tensors; if nothing fits with it, around one that holds less."""
-    pins = {**pins, "placement": tensor.without_tensors(pins.get("placement"))}
-    decided = tensor.decide(segmented, asked)
-    try:
-        return _chosen(tensor.first_place(segmented, decided), batch, pins, decided)
-    except PlanInfeasible as error:
-        try:
-            decided = tensor.decide(segmented, asked, tensor.limit(pins, asked))
-        except PlanInfeasible:
-            raise error from None
-    return _chosen(tensor.first_place(segmented, decided), batch, pins, decided)
-
-
-def _chosen(segmented: Segmented, batch: int, pins: Pins, decided: TensorPlan | None = None) -> Plan:
-    exchanged = None if decided is None else tensor.exchanged(decided)
-    again = costs(recompute(segmented, [segment.name for segment in segmented.segments]), exchanged)
-    plain = costs(recompute(segmented), exchanged)
+def _chosen(
+    segmented: Segmented,
+    batch: int,
+    pins: Pins,
+    found: Sequence[Placed] = (),
+    degrees: Degrees = MappingProxyType({}),
+) -> Plan:
+    """The best plan for what segments cost as `found`, by default with nothing split inside them."""
+    (decided, plain, again), *others = found or ((None, *tensor.costs_of(segmented)),)
     captured = segmented.captured
     return choose(
         plain,
@@ -131,6 +130,8 @@ def _chosen(segmented: Segmented, batch: int, pins: Pins, decided: TensorPlan | 
         tensor=decided,
         looks_up=segmented.lookup,
         optimizer_ratio=optimizer_ratio(captured, pins.get("precision")),
+        others=others,
+        degrees=degrees,
         **pins,
     )
 
@@ -292,7 +293,8 @@ def plan(
     The pins are `cluster`, `devices`, `mesh`, `stages`, `placement`, `schedule`, `microbatches`, `memory` and
     `recompute`; ``precision="mixed"`` counts 32-bit copies and moments of 16-bit parameters; `objective` is "time",
     "memory" or "throughput_per_cost", and after `time_limit` seconds of search the best plan so far is returned; see
-    `solver.choose`. A search of more than a second shows its progress on a terminal.
+    `solver.choose`. A free mesh may have an axis ``tp`` where a `cluster` is given. A search of more than a second
+    shows its progress on a terminal.
     No process group and no memory for weights is needed: parameters may be fake (with ``capture="direct"``). Raises
     PlanInfeasible, with what binds and what would lift it, where nothing fits; ValueError or TypeError for a bad
     argument.
@@ -328,10 +330,11 @@ def pareto(
     captured = _sampled(model, args, kwargs, loss_fn, target, batch, semantics, capture)
     segmented = segment(captured, cuts=named(pins.get("stages")))
     kept = _fitting(captured, pins)
+    chosen = _choosing(segmented, captured.batch, kept)
 
     def best(objective: str, limit: int | None) -> Plan:
         memory = kept.get("memory") if limit is None else limit
-        return _best(segmented, captured.batch, {**kept, "objective": objective, "memory": memory})
+        return chosen({**kept, "objective": objective, "memory": memory})
 
     found = (predicted(segmented, with_regions(each, segmented)) for each in front.front(best, n))
     return front.undominated(tuple(found))

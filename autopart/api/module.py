@@ -204,8 +204,9 @@ def parallelize(
     fastest of those that fit. `memory` is the limit per device, such as ``"16GiB"``. `recompute` says what the backward
     computes again instead of keeping it: modules by name, or True for all; by default what has to be for a stage
     to fit, False for nothing. A `mesh` with an axis ``tp``, ``cp`` or ``ep`` splits the tensors inside layers;
-    `placement` may then pin parameters there, such as ``{"*.up.weight": {"tp": autopart.Shard(0)}}``. What the model
-    puts into ``torch.utils.checkpoint`` is recomputed in any case.
+    `placement` may then pin parameters there, such as ``{"*.up.weight": {"tp": autopart.Shard(0)}}``. A mesh that is
+    not pinned may have a ``tp`` where a `cluster` is given. What the model puts into ``torch.utils.checkpoint`` is
+    recomputed in any case.
     `semantics` is "exact" (the whole batch on one device; what couples its samples is refused) or "accumulate" (a
     BatchNorm, say, sees a microbatch of one data rank, as in gradient accumulation). ``outputs="all"`` gives every rank
     the outputs beside the loss, whole (with inputs "local" those of its own samples); otherwise they are None where not

@@ -3,22 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import cache, partial
+from math import gcd
 
-from autopart.cluster import Cluster, parse_bytes
+from autopart.cluster import Cluster
 from autopart.ir.captured import Captured
-from autopart.ir.mesh import Mesh, pieces
+from autopart.ir.cost import SegmentCost
+from autopart.ir.mesh import Mesh
 from autopart.ir.placed import PlacedStep
 from autopart.ir.placement import Replicate, Shard, TensorPlacement
 from autopart.ir.plan import around
 from autopart.ir.segmented import Segmented
-from autopart.ir.tensor_plan import Costs, TensorPlan
+from autopart.ir.tensor_plan import TensorPlan
+from autopart.passes.costs import costs
 from autopart.passes.places import at_place, check_places, takes_samples
-from autopart.solver.axis import WHOLE, Axis
-from autopart.solver.place import Placed, place
-from autopart.solver.request import INSIDE, Pinned, Pins, pinned_mesh
+from autopart.passes.recompute import recompute
+from autopart.solver.axis import WHOLE, Axis, linked
+from autopart.solver.place import Placed, front, place
+from autopart.solver.request import Pinned, Pins, pinned_mesh, whole
+from autopart.solver.search import shapes
 from autopart.solver.tensor import Along, Pin
+from autopart.solver.variants import INSIDE, Degrees
+
+Found = tuple[TensorPlan, tuple[SegmentCost, ...], tuple[SegmentCost, ...]]
+"""What is decided inside segments, and what they cost then, plain and recomputed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +38,13 @@ class Inside:
     axis: str
     degree: int
     cluster: Cluster
-    samples: int  # of a microbatch
-    divides: bool  # whether all microbatches are multiples of `degree` samples
+    sizes: tuple[int, ...]  # samples of the microbatches whose time counts
+    divides: bool  # whether places may have some of the samples each, where their number is a multiple of `degree`
     pins: tuple[tuple[str, Pin], ...]  # by parameter
+
+    def on(self, samples: int, *, divides: bool = False) -> Axis:
+        """The axis for microbatches of so many samples, of which places may have some each if it `divides` them."""
+        return Axis(self.axis, self.degree, self.cluster, samples, divides=divides)
 
 
 def axis_inside(mesh: Mesh | None) -> tuple[str, int] | None:
@@ -42,49 +56,83 @@ def axis_inside(mesh: Mesh | None) -> tuple[str, int] | None:
 def asked(captured: Captured, batch: int, pins: Pins, inputs: str = "global") -> Inside | None:
     """What the pins ask of the axis inside segments; None where the mesh has none.
 
-    Samples are split on axes of parts of parameters, where the microbatches of the batch are all multiples of the
-    degree; where each data rank passes its own samples, that is not known.
+    Samples may be split on axes of parts of parameters, where microbatches are multiples of the degree; where each data
+    rank passes its own samples, that is not known.
 
     Raises ValueError or TypeError for placements of tensors that cannot be meant.
     """
-    pin, mesh, count = pins.get("placement"), pinned_mesh(pins.get("mesh")), pins.get("microbatches")
+    pin, mesh = pins.get("placement"), pinned_mesh(pins.get("mesh"))
     found = axis_inside(mesh)
     wanted = pinned(pin, captured, found[0] if found else None)
     if found is None or mesh is None:
         return None
-    shares = pieces(batch, mesh.degree("dp"))
-    count = count if isinstance(count, int) and count > 0 else 1 if mesh.degree("pp") == 1 else 4 * mesh.degree("pp")
     cluster = pins.get("cluster") or Cluster.preset("cpu", per_node=mesh.size)
-    sizes = [size for share in shares for size in pieces(share, count)]
-    divides = inputs == "global" and found[0] not in WHOLE and all(n > 0 and n % found[1] == 0 for n in sizes)
-    return Inside(*found, _linked(cluster, mesh, found[0]), max(1, *sizes), divides, wanted)
+    axis, degree = found
+    sizes = (_samples(batch, mesh, pins),)
+    return Inside(axis, degree, linked(cluster, mesh, axis), sizes, inputs == "global" and axis not in WHOLE, wanted)
 
 
-def _linked(cluster: Cluster, mesh: Mesh, axis: str) -> Cluster:
-    """The cluster with the links that the places of an axis have: those of a node, where each group lies in one."""
-    (first, *others), joints = cluster.groups, cluster.joints
-    nodes = [{rank // first.per_node for rank in mesh.group(rank, axis)} for rank in range(mesh.size)]
-    if others or joints or any(len(each) > 1 for each in nodes):
-        return cluster
-    return replace(cluster, groups=(replace(first, nodes=1),))
+def degrees(segmented: Segmented, batch: int, pins: Pins, inputs: str = "global") -> Degrees:
+    """The tensor degrees of a free mesh, and what finds the placements that come into question at each.
+
+    They are the powers of two that divide the devices and those of a node, as a tensor axis stays in one. None where
+    tensors are pinned.
+    """
+    mesh, devices, pin = pinned_mesh(pins.get("mesh")), pins.get("devices"), pins.get("placement")
+    if devices is not None:
+        whole("devices", devices)
+    cluster = pins.get("cluster") or Cluster.preset("cpu", per_node=devices or (mesh.size if mesh else 1))
+    count = devices or (mesh.size if mesh else cluster.devices)
+    if isinstance(pin, Mapping) and any(isinstance(value, Mapping) for value in pin.values()):
+        return {}
+    near = gcd(count, *(group.per_node for group in cluster.groups))
+    made: dict[int, Callable[[], tuple[Found, ...]]] = {}
+    for degree in (1 << i for i in range(1, near.bit_length())):
+        meshes = [m for m in shapes(count, degree, len(segmented.segments)) if m.degree("dp") <= batch]
+        if near % degree == 0 and meshes:
+            sizes = {_samples(batch, each, pins) for each in meshes}
+            near_links = linked(cluster, meshes[0], "tp")
+            inside = Inside("tp", degree, near_links, tuple(sorted(sizes)), inputs == "global", ())
+            made[degree] = cache(partial(placements, segmented, inside))
+    return made
 
 
-def limit(pins: Pins, asked: Inside) -> int:
-    """The bytes that a device may hold."""
-    memory = pins.get("memory")
-    return asked.cluster.memory if memory is None else parse_bytes(memory)
+def _samples(batch: int, mesh: Mesh, pins: Pins) -> int:
+    """The samples of the microbatch that placements are made for: of the pinned number, else of a usual one."""
+    share, count = -(-batch // mesh.degree("dp")), pins.get("microbatches")
+    count = count if isinstance(count, int) and count > 0 else 1 if mesh.degree("pp") == 1 else 4 * mesh.degree("pp")
+    return max(1, -(-share // count))
 
 
-def first_place(segmented: Segmented, tensor: TensorPlan) -> Segmented:
-    """The step of the first place, which has most."""
-    return at_place(segmented, placed_step(segmented, tensor), 0)
+def placements(segmented: Segmented, asked: Inside) -> tuple[Found, ...]:
+    """The placements inside segments that come into question at one degree, and what segments cost in them.
+
+    The fastest for microbatches of each of the `sizes`, with and without splitting the samples; and for single samples
+    the fastest, that which holds least, and one between them. Each once. Raises ValueError for pins that cannot be
+    kept.
+    """
+    pins = dict(asked.pins)
+    axes = [asked.on(n, divides=True) for n in asked.sizes if asked.divides and n % asked.degree == 0]
+    axes += [asked.on(n) for n in asked.sizes if n > 1]
+    found = [(axis, place(segmented, axis, pins)) for axis in axes]
+    found += [(asked.on(1), each) for each in front(segmented, asked.on(1), pins)]
+    kept: dict[object, TensorPlan] = {}
+    for axis, each in found:
+        step = _step(segmented, each, axis)
+        multiple = axis.degree if axis.divides and takes_samples(at_place(segmented, step, 0)) else 1
+        made = TensorPlan.of(step, each.costs, axis.cluster, axis.batch, multiple)
+        kept.setdefault((made.choices, made.segments, made.parameters, made.between), made)
+    return tuple((made, *costs_of(segmented, made)) for made in kept.values())
 
 
-def decide(segmented: Segmented, asked: Inside, memory: int | None = None) -> TensorPlan:
-    """The fastest placement inside segments. Raises ValueError for pins that cannot be kept, PlanInfeasible."""
-    placed, costs = _solved(segmented, asked, memory)
-    multiple = asked.degree if asked.divides and takes_samples(at_place(segmented, placed, 0)) else 1
-    return TensorPlan.of(placed, costs, asked.cluster, asked.samples, multiple)
+def costs_of(
+    segmented: Segmented, tensor: TensorPlan | None = None
+) -> tuple[tuple[SegmentCost, ...], tuple[SegmentCost, ...]]:
+    """What segments cost, plain and recomputed; with tensors split inside them, at the first place, which has most."""
+    here, rates = segmented, None
+    if tensor is not None:
+        here, rates = at_place(segmented, placed_step(segmented, tensor), 0), exchanged(tensor)
+    return costs(recompute(here), rates), costs(recompute(here, [each.name for each in here.segments]), rates)
 
 
 def exchanged(tensor: TensorPlan) -> Callable[[str, int], int]:
@@ -101,24 +149,21 @@ def placed_step(segmented: Segmented, tensor: TensorPlan, *, fits: bool = True) 
     placed = tensor.step(segmented) if fits else None
     if placed is None:
         used = {target for segment in segmented.segments for target in segment.parameters}
-        pins: tuple[tuple[str, Pin], ...] = tuple((target, how) for target, how in tensor.parameters if target in used)
+        pins: dict[str, Pin] = {target: how for target, how in tensor.parameters if target in used}
         divides = fits and tensor.multiple > 1
-        asked = Inside(tensor.axis, tensor.degree, tensor.cluster, tensor.samples, divides, pins)
-        placed, _ = _solved(segmented, asked, None)
+        axis = Axis(tensor.axis, tensor.degree, tensor.cluster, tensor.samples, divides=divides)
+        placed = _step(segmented, place(segmented, axis, pins), axis)
         known = dict(placed.parameters) | dict(tensor.parameters)
         placed = PlacedStep(placed.axis, placed.degree, placed.bodies, placed.between, tuple(known.items()))
     check_places(segmented, placed)
     return placed
 
 
-def _solved(segmented: Segmented, asked: Inside, memory: int | None) -> tuple[PlacedStep, tuple[Costs, ...]]:
-    """The fastest placement, and what every segment takes in it and in others."""
-    axis = Axis(asked.axis, asked.degree, asked.cluster, asked.samples, divides=asked.divides)
-    found = place(segmented, axis, dict(asked.pins), memory)
+def _step(segmented: Segmented, found: Placed, axis: Axis) -> PlacedStep:
+    """A placement as that of a step."""
     parameters = _parameters(segmented, found)
     between = tuple((name, how) for name, how in found.between.items() if name not in parameters)
-    step = PlacedStep(asked.axis, asked.degree, found.segments, between, tuple(parameters.items()))
-    return step, found.costs
+    return PlacedStep(axis.name, axis.degree, found.segments, between, tuple(parameters.items()))
 
 
 def _parameters(segmented: Segmented, found: Placed) -> dict[str, TensorPlacement]:

@@ -24,8 +24,15 @@ def alternatives(space: Space, chosen: Best) -> tuple[Alternative, ...]:
 
 
 def _mesh(space: Space, chosen: Best) -> Iterator[Alternative]:
+    """Another mesh; and if that has the same tensor degree, the best with another one, where several are looked at."""
+    here = inside(chosen.setting.mesh)
     others = [each for each in space.settings if each.mesh != chosen.setting.mesh]
-    yield from _best(space, "mesh", others)
+    if not others:
+        return
+    found = best(space, others)
+    yield from _result(space, "mesh", others, found)
+    if found is None or inside(found.setting.mesh) == here:
+        yield from _best(space, "tensor degree", [each for each in others if inside(each.mesh) != here])
 
 
 def _placement(space: Space, chosen: Best) -> Iterator[Alternative]:
@@ -35,10 +42,12 @@ def _placement(space: Space, chosen: Best) -> Iterator[Alternative]:
 
 
 def _microbatches(space: Space, chosen: Best) -> Iterator[Alternative]:
+    setting = chosen.setting
     others = [
         each
         for each in space.settings
-        if replace(each, microbatches=0) == replace(chosen.setting, microbatches=0) and each != chosen.setting
+        if (each.mesh, each.placements) == (setting.mesh, setting.placements)
+        and each.microbatches != setting.microbatches
     ]
     yield from _best(space, "microbatches", others)
 
@@ -70,17 +79,21 @@ def _recompute(space: Space, chosen: Best) -> Iterator[Alternative]:
             yield _told(space, "recompute", "nothing", setting, found.cut)
         else:
             yield Alternative("recompute", "nothing", None, int(space.least(setting, recomputing=False)))
-    elif any(again is not None for again in request.at(inside(setting.mesh)).recomputed):
-        everything = request.at(inside(setting.mesh)).recomputing()
+    elif any(again is not None for again in request.at(setting.variant).recomputed):
+        everything = request.at(setting.variant).recomputing()
         other = Space(replace(everything, free=False))
         yield from _best(other, "recompute", [setting], spans(everything.recompute, request.names))
 
 
 def _best(space: Space, choice: str, settings: list[Setting], option: str = "") -> Iterator[Alternative]:
     """The best plan of some settings, or what they need at least."""
-    if not settings:
-        return
-    found = best(space, settings)
+    if settings:
+        yield from _result(space, choice, settings, best(space, settings), option)
+
+
+def _result(
+    space: Space, choice: str, settings: list[Setting], found: Best | None, option: str = ""
+) -> Iterator[Alternative]:
     if found is not None:
         yield _told(space, choice, option or _option(choice, found.setting), found.setting, found.cut)
         return
@@ -97,7 +110,7 @@ def _option(choice: str, setting: Setting) -> str:
     placement = str(placements[0][1]) if len(placements) == 1 else rules(placements)
     microbatches = f"{setting.microbatches} microbatch{'es' * (setting.microbatches > 1)}"
     match choice:
-        case "mesh":
+        case "mesh" | "tensor degree":
             return f"{setting.mesh} with placement {placement} and {microbatches}"
         case "placement":
             return f"{placement} with {microbatches}"

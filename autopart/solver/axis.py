@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import prod
 
-from autopart.cluster import Cluster
+from autopart.cluster import Cluster, Link
 from autopart.ir.cost import PICO
 from autopart.ir.graph import Node, Value
+from autopart.ir.mesh import Mesh
 from autopart.ir.placed import Strategy, collective_of
 from autopart.ir.placement import TensorPlacement
 from autopart.ir.traffic import sent_bytes
@@ -26,6 +28,27 @@ They are for sequences: samples are split on `dp`.
 
 LOCAL = 1
 """The price of what needs no communication, such as a slice: enough to avoid what is not needed."""
+
+
+def linked(cluster: Cluster, mesh: Mesh, axis: str) -> Cluster:
+    """The cluster with the links that the ranks of one axis of a mesh have to each other.
+
+    Where each group lies in one node, those are the node's. Else the ring of a group goes from node to node as often
+    side by side as it has ranks in a node, since each has a link of its own there: it has as much bandwidth as those
+    together, up to that of the node's links. A cluster of unlike parts is as it is: its slowest link counts.
+    """
+    (first, *others), size = cluster.groups, mesh.degree(axis)
+    if others or cluster.joints or first.nodes == 1 or size == 1:
+        return cluster
+    names = [name for name, _ in mesh.axes]
+    stride = prod(degree for _, degree in mesh.axes[names.index(axis) + 1 :])
+    if mesh.size <= first.per_node or first.per_node % (stride * size) == 0:
+        return replace(cluster, groups=(replace(first, nodes=1),))
+    abreast = min(size, first.per_node // stride)
+    if abreast < 2:
+        return cluster
+    between = Link(min(first.inside.bandwidth, abreast * first.between.bandwidth), first.between.latency)
+    return replace(cluster, groups=(replace(first, between=between),))
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import inf
+from types import MappingProxyType
 
 from autopart.cluster import Cluster
 from autopart.ir.action import Schedule
@@ -22,9 +23,10 @@ from autopart.solver.kinds import FEMTOSECONDS
 from autopart.solver.reasons import notes, optimality, quality
 from autopart.solver.request import Pinned, Request, resolve
 from autopart.solver.schedule import Chosen, search
-from autopart.solver.search import Solved, check_schedule, exchanged_seconds, first_fit, flush, stage_seconds
+from autopart.solver.search import Solved, check_schedule, exchanged_seconds, first_fit, flush, meshes, stage_seconds
 from autopart.solver.space import Space
 from autopart.solver.split import solve_split
+from autopart.solver.variants import Degrees, Placed
 
 OBJECTIVES = {
     "time": "predicted step time",
@@ -53,17 +55,19 @@ def choose(
     forwards_first: bool = False,
     fingerprint: str = "",
     tensor: TensorPlan | None = None,
+    others: Sequence[Placed] = (),
     objective: str = "time",
     time_limit: float | None = None,
     progress: Progress = lambda done, count: None,
-    degrees: Sequence[tuple[TensorPlan, Sequence[SegmentCost], Sequence[SegmentCost]]] = (),
+    degrees: Degrees = MappingProxyType({}),
     looks_up: bool = False,
 ) -> Plan:
     """The plan for a model of these segments and a batch of `batch` samples.
 
     What is not pinned is searched for jointly: mesh, placement, microbatches, stage split and what is recomputed, for
     the shortest predicted step within the memory limit (`solver.space`, `solver.joint`), under 1f1b or the pinned
-    schedule. The plan's `optimality` names the space and says that the plan is optimal in it, or how far from the best
+    schedule; the mesh has a tensor axis if that is faster, where a `cluster` is given and `degrees` says what there is
+    of them. The plan's `optimality` names the space and says that the plan is optimal in it, or how far from the best
     it can be at most; `alternatives` has the runner-up of each choice. `objective` may also be "memory", the fewest
     bytes on the fullest device, of such plans the fastest; or "throughput_per_cost", with which fewer devices may be
     used, for the least device time a step. After `time_limit` seconds the best plan so far is returned.
@@ -84,11 +88,12 @@ def choose(
     `recompute` pins that: True, False, or modules whose segments are recomputed; `recomputed` has what every segment
     costs when it is (by default as much as it does anyway).
     `optimizer_ratio` is bytes of optimizer state per byte of trainable parameter, of which `precision` is only noted in
-    the plan. With a `mesh` that splits tensors
-    inside segments the costs are those of one place, and `tensor` is what was decided there. Where the mesh is free,
-    `degrees` has more of such: what was decided, and what segments cost then, plain and recomputed. With `looks_up` the
-    first of the costs are of a lookup in the input embedding, which is split over the pipeline ranks as the output
-    layer is, the last of them. `progress` is told how many settings are done, of how many.
+    the plan. With a `mesh` that splits tensors inside segments the costs are those of one place, `tensor` is what was
+    decided there, and `others` is what else comes into question: what is decided then, and what segments cost, plain
+    and recomputed. `degrees` has such, by tensor degree, for a mesh that is free; with a pinned one, and without a
+    `cluster`, it is asked only for ways out where nothing fits. With `looks_up` the first of the costs are of a lookup
+    in the input embedding, which is split over the pipeline ranks as the output layer is, the last of them. `progress`
+    is told how many tensor degrees are done, of how many, and then how many settings.
 
     Raises ValueError or TypeError naming a bad argument; `PlanInfeasible` where nothing fits, with the stage that needs
     most, by state, and single changes that make it fit.
@@ -97,6 +102,8 @@ def choose(
         raise ValueError(f"objective: {objective!r} is not known; one of {', '.join(OBJECTIVES)}")
     if time_limit is not None and not time_limit > 0:
         raise ValueError(f"time_limit: must be more than 0 seconds, not {time_limit}")
+    began = time.monotonic()
+    deadline = began + (inf if time_limit is None else time_limit)
     request = resolve(
         costs,
         batch=batch,
@@ -113,15 +120,17 @@ def choose(
         optimizer_ratio=optimizer_ratio,
         forwards_first=forwards_first,
         tensor=tensor,
+        others=others,
         degrees=degrees,
         looks_up=looks_up,
     )
-    check_schedule(request)
-    began = time.monotonic()
     space = Space(request)
     if space.single:
-        plan = _jointly(space, objective, began + (inf if time_limit is None else time_limit), progress)
+        space = Space(_with_degrees(request, deadline, progress))
+        check_schedule(space.request)
+        plan = _jointly(space, objective, deadline, progress)
     else:
+        check_schedule(request)
         if objective != "time":
             raise ValueError(
                 f"objective: {objective!r} is searched for where each pipeline rank holds one stage of one copy of the "
@@ -129,6 +138,16 @@ def choose(
             )
         plan = _by_rule(request)
     return replace(plan, precision=precision, fingerprint=fingerprint, took=time.monotonic() - began)
+
+
+def _with_degrees(request: Request, deadline: float, progress: Progress) -> Request:
+    """The request with what there is at every tensor degree that is looked at, or as many as there is time for."""
+    for done, degree in enumerate(request.degrees if request.wide else ()):
+        progress(done, len(request.degrees))
+        if time.monotonic() > deadline and next(meshes(request), None) is not None:
+            break
+        request = request.with_degree(degree)
+    return request
 
 
 def _jointly(space: Space, objective: str, deadline: float, progress: Progress) -> Plan:
@@ -222,7 +241,7 @@ def _plan(request: Request, solved: Solved, optimality: str, notes: tuple[str, .
         notes=notes,
         fingerprint="",
         mirrors=candidate.schedule.mirrors,
-        tensor=request.tensor_on(candidate.mesh),
+        tensor=request.at(candidate.variant).tensor,
         barriers=candidate.schedule.barriers,
         lookup=request.lookup is not None,
         slices=candidate.schedule.slices,

@@ -9,11 +9,13 @@ from autopart.ir import plan_text
 if TYPE_CHECKING:
     from autopart.solver.request import Request
 
+WHOLE = ("1f1b", "gpipe")
+"""Schedules with one stage a rank and whole backwards, which there are for any numbers."""
+
 
 def check_counts(request: Request) -> None:
     """Refuse counts that cannot go together: segments and stages, devices and stages, batch and microbatches."""
-    pp = _pipelines(request)
-    dp = request.mesh.degree("dp") if request.mesh is not None else request.devices // max(pp)
+    dp = _least_data(request, _pipelines(request))
     count = request.microbatches or 1
     if request.batch < dp * count:
         raise ValueError(
@@ -21,6 +23,16 @@ def check_counts(request: Request) -> None:
             if request.batch >= dp
             else f"batch: {request.batch} samples are too few for dp={dp}; at least {dp} are needed"
         )
+
+
+def _least_data(request: Request, pipelines: list[int]) -> int:
+    """The smallest data degree beside one of some numbers of pipeline ranks, and a tensor degree that is looked at."""
+    if request.mesh is not None:
+        return request.mesh.degree("dp")
+    wide = request.degrees if request.wide and request.schedules[0] in WHOLE else ()
+    inner = (pp * tp for pp in pipelines for tp in (1, *wide) if request.devices % (pp * tp) == 0)
+    most: int = max(inner)
+    return request.devices // most
 
 
 def _pipelines(request: Request) -> list[int]:

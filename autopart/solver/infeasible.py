@@ -110,6 +110,7 @@ def remedies(request: Request, nearest: Solved) -> Iterator[tuple[str, str]]:
         _schedules(request),
         _stages(request),
         _mesh(request),
+        _tensors(request),
         _devices(request),
     ):
         for text, pin, changed in kind:
@@ -167,9 +168,23 @@ def _stages(request: Request) -> Changes:
 
 
 def _mesh(request: Request) -> Changes:
-    if request.mesh is not None and request.stages is None and request.ranks is None and not request.tensors:
-        for mesh in meshes(replace(request, mesh=None)):
-            yield f"mesh={dict(mesh.axes)}", f"mesh={dict(request.mesh.axes)}", replace(request, mesh=mesh)
+    """Another mesh of what there are costs for."""
+    if request.mesh is not None and request.stages is None and request.ranks is None:
+        yield from _meshes(request)
+
+
+def _tensors(request: Request) -> Changes:
+    """A mesh with a tensor degree that is not looked at, if tensors may be split inside segments at all."""
+    if request.stages is None and request.ranks is None and Space(request).single:
+        for degree in request.degrees:
+            if all(variant.degree != degree for variant in request.variants):
+                yield from _meshes(replace(request, variants=request.degrees[degree](), number=0))
+
+
+def _meshes(request: Request) -> Changes:
+    for mesh in meshes(replace(request, mesh=None)):
+        pin = "" if request.mesh is None else f"mesh={dict(request.mesh.axes)}"
+        yield f"mesh={dict(mesh.axes)}", pin, replace(request, mesh=mesh)
 
 
 def _devices(request: Request) -> Changes:

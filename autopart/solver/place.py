@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from autopart.errors import PlanInfeasible
 from autopart.ir.graph import descendants
 from autopart.ir.placed import PlacedBody
 from autopart.ir.placement import TensorPlacement
@@ -61,16 +60,52 @@ class _Wired:
     variables: tuple[str, ...]
 
 
-def place(segmented: Segmented, axis: Axis, pins: Mapping[str, Pin] | None = None, memory: int | None = None) -> Placed:
+def place(segmented: Segmented, axis: Axis, pins: Mapping[str, Pin] | None = None) -> Placed:
     """The fastest placement of every value on an axis. `pins` are of parameters, by target.
 
     What the caller passes and gets is whole at every place. A byte costs `TIE` in any case, so of layouts that are
-    equally fast the smaller is taken. Where `memory` (bytes) binds, it is the fastest of those that are fastest at some
-    price of a byte: what lies on the convex hull of time against memory. What is too entangled for the tables is
-    computed whole at every place. Raises ValueError for a pin that no layout can keep, naming those that one can, and
-    PlanInfeasible where nothing fits.
+    equally fast the smaller is taken. What is too entangled for the tables is computed whole at every place. Raises
+    ValueError for a pin that no layout can keep, naming those that one can.
     """
-    pins = dict(pins or {})
+    return _posed(segmented, axis, dict(pins or {})).fastest
+
+
+def front(segmented: Segmented, axis: Axis, pins: Mapping[str, Pin] | None = None) -> tuple[Placed, ...]:
+    """The fastest placement, the smallest, and one between them, as far as they differ; else as `place`.
+
+    Each is the fastest at some price of a byte, so they lie on the convex hull of time against memory. The one between
+    is that at the price where the other two cost the same.
+    """
+    posed = _posed(segmented, axis, dict(pins or {}))
+    fastest = posed.fastest
+    smallest = posed.at(min(DEAR, EXACT / max(1, fastest.memory)))
+    if smallest.memory >= fastest.memory:
+        return (fastest,)
+    if smallest.time <= fastest.time:
+        return (smallest,)
+    price = (smallest.time - fastest.time) / (fastest.memory - smallest.memory)
+    between, line = posed.at(price), fastest.time + price * fastest.memory
+    # on the line it is the other two in turns, layer by layer
+    inner = (between,) if between.time + price * between.memory < line * (1 - SLACK) else ()
+    return (fastest, *inner, smallest)
+
+
+@dataclass(frozen=True, slots=True)
+class _Posed:
+    """The bodies on an axis as tables, what their boundaries choose among, and the fastest placement."""
+
+    wired: Sequence[_Wired]
+    domains: Mapping[str, tuple[TensorPlacement, ...]]
+    pins: Mapping[str, Pin]
+    axis: Axis
+    fastest: Placed
+
+    def at(self, price: float) -> Placed:
+        """The best placement at a price of a byte."""
+        return _at(self.wired, self.domains, self.pins, self.axis, price)
+
+
+def _posed(segmented: Segmented, axis: Axis, pins: Mapping[str, Pin]) -> _Posed:
     _known(segmented, pins)
     wired = _wired(segmented, axis, pins, _whole(segmented))
     domains = _domains(wired)
@@ -78,29 +113,21 @@ def place(segmented: Segmented, axis: Axis, pins: Mapping[str, Pin] | None = Non
         found = _at(wired, domains, pins, axis, TIE)
     except MemoryError:  # what passes between segments is too entangled: samples stay together, or all of it is whole
         if axis.divides:
-            return place(segmented, replace(axis, divides=False), pins, memory)
+            return _posed(segmented, replace(axis, divides=False), pins)
         wired = _wired(segmented, axis, pins, _whole(segmented) | set(_passing(segmented)))
         domains = _domains(wired)
         found = _at(wired, domains, pins, axis, TIE)
-    if memory is None or found.memory <= memory:
-        return found
-    smallest = _at(wired, domains, pins, axis, DEAR)
-    if smallest.memory > memory:
-        raise PlanInfeasible(
-            f"on {axis.name}={axis.degree} the parameters and what is saved for the backward take at least"
-            f" {smallest.memory} bytes, more than the {memory} allowed; a larger axis, fewer samples or recompute helps"
-        )
-    over, under = found, smallest
-    while under.time > over.time:  # the hull between the two: the price at which they cost the same may find a third
-        middle = _at(wired, domains, pins, axis, (under.time - over.time) / (over.memory - under.memory))
-        if not under.memory < middle.memory < over.memory:
-            break
-        over, under = (over, middle) if middle.memory <= memory else (middle, under)
-    return under
+    return _Posed(wired, domains, pins, axis, found)
 
 
 TIE, DEAR = 1e-3, 1e6
 """Picoseconds a byte: of equally fast layouts the smaller, and memory before all."""
+
+EXACT = 2.0**50
+"""What the bytes of a step may cost: larger sums are rounded, and equal layers would differ by chance."""
+
+SLACK = 1e-6
+"""By how much of it two sums differ that differ by more than rounding."""
 
 LARGEST = 1 << 25
 """The most entries of a table that is worth its time: what needs more (a loop over time, say) is not split."""

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 from autopart.ir.cost import SegmentCost
 from autopart.ir.plan_text import format_bytes, format_seconds, spans
 from autopart.solver.chunks import PRECISION, fastest
 from autopart.solver.joint import Best
 from autopart.solver.kinds import FEMTOSECONDS
-from autopart.solver.request import Request
+from autopart.solver.request import Request, inside
 from autopart.solver.schedule import Chosen
 from autopart.solver.search import Solved
-from autopart.solver.space import Space
+from autopart.solver.space import Setting, Space
 
 
 def quality(space: Space, found: Best, *, certified: bool, what: str) -> str:
@@ -31,18 +33,36 @@ def _space(space: Space) -> str:
     meshes = {setting.mesh for setting in settings}
     counts = {setting.microbatches for setting in settings}
     ranks = len({setting.placements for setting in settings})
-    again = any(keep is not None for keep in request.recomputed) and request.free
+    again = any(keep is not None for each in request.variants for keep in each.again) and request.free
     pipes = {mesh.degree("pp") for mesh in meshes} - {1}
     anywhere = all(len(space.allowed(pp)) == len(request.costs) - 1 for pp in pipes)
     begin = "" if anywhere else " (no stage begins with a segment without parameters, where others are enough)"
     parts = [
         f"{len(meshes)} meshes of {request.devices} devices" if len(meshes) > 1 else f"the mesh {next(iter(meshes))}",
+        *_degrees(request, settings),
         f"{ranks} placements" if ranks > 1 else "one placement",
         f"{len(counts)} numbers of microbatches" if len(counts) > 1 else f"{max(counts)} microbatches",
         *([f"all splits of {len(request.costs)} segments under {request.schedules[0]}{begin}"] if pipes else []),
         *(["any recomputation of whole segments"] if again else []),
     ]
     return ", ".join(parts)
+
+
+def _degrees(request: Request, settings: Sequence[Setting]) -> Iterator[str]:
+    """The tensor degrees among the meshes, with how many placements inside segments, and those left out."""
+    known = sorted({inside(setting.mesh) for setting in settings})
+    late = [degree for degree in request.degrees if request.wide and all(v.degree != degree for v in request.variants)]
+    ways = len({setting.variant for setting in settings if inside(setting.mesh) > 1})
+    if known != [1] or late:
+        yield (
+            f"tensor degree{'s' * (len(known) > 1)} {_and(known)}"
+            + (f" (not {_and(late)}, as the time was up)" if late else "")
+            + f" with {ways} placement{'s' * (ways > 1)} inside segments" * (ways > 0)
+        )
+
+
+def _and(numbers: Sequence[int]) -> str:
+    return " and ".join(filter(None, (", ".join(map(str, numbers[:-1])), str(numbers[-1]))))
 
 
 def optimality(solved: Solved) -> str:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from functools import partial
 from math import inf, prod
+from types import MappingProxyType
 from typing import TypedDict
 
 from autopart import schedules
@@ -17,19 +19,11 @@ from autopart.ir.placement import PRESETS, Placement, executable
 from autopart.ir.tensor_plan import TensorPlan
 from autopart.schedules.lookups import looking_up
 from autopart.schedules.spell import AUTO, is_table, splits_output
-from autopart.solver.counts import check_counts
+from autopart.solver.counts import WHOLE, check_counts
+from autopart.solver.variants import INSIDE, Degrees, Placed, Variant
 
 Rules = tuple[tuple[str, Placement], ...]
 """(pattern, placement), the first match holds; the last pattern is '*'."""
-
-INSIDE = ("tp", "cp", "ep")
-"""The axes that split the tensors inside segments; a mesh has at most one of them."""
-
-Pair = tuple[tuple[SegmentCost, ...], tuple[SegmentCost | None, ...]]
-"""What segments cost, plain and recomputed."""
-
-WHOLE = ("1f1b", "gpipe")
-"""Schedules with one stage a rank and whole backwards, which there are for any numbers."""
 
 LEAN = ("1f1b", "v1f1b", "vhalf", "vmin", *(f"{name}(chunks={v})" for v in (3, 4) for name in ("interleaved", "bfs")))
 """Of the schedules that are searched, those which hold little, for each number of stages a rank: they say whether
@@ -63,9 +57,13 @@ class Pins(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A request with its pins resolved; None where the solver chooses."""
+    """A request with its pins resolved; None where the solver chooses.
 
-    costs: tuple[SegmentCost, ...]
+    `variants` are what segments cost with their tensors placed in one way or another; `number` is that of the variant
+    which `costs`, `recomputed` and `recompute` are of.
+    """
+
+    variants: tuple[Variant, ...]
     batch: int
     cluster: Cluster
     devices: int
@@ -77,42 +75,55 @@ class Request:
     microbatches: int | None
     memory: int  # bytes per device
     optimizer_ratio: float
-    recompute: tuple[str, ...] = ()  # the segments whose forward runs again in their backward, as `costs` says
-    recomputed: tuple[SegmentCost | None, ...] = ()  # what a segment costs then, None where it keeps no less
+    degrees: Mapping[int, Callable[[], tuple[Variant, ...]]]  # what finds the variants of other tensor degrees
+    wide: bool  # whether those degrees are looked at, and not only for ways out
     forwards_first: bool = False  # whether all forwards must come before all backwards
     ranks: int | None = None  # the pipeline ranks that the schedule is for, where it is for no other number
     output: SegmentCost | None = None  # the output layer, where the schedule splits it over the pipeline ranks
     lookup: SegmentCost | None = None  # that in the input embedding, where it is split over them too
     free: bool = False  # whether the solver chooses what is recomputed
-    degree: int = 1  # of the tensor axis that `costs` are of
-    others: tuple[tuple[int, Pair], ...] = ()  # the costs at other degrees
-    tensors: tuple[TensorPlan, ...] = ()  # what is decided inside segments, for each degree above 1
+    number: int = 0
 
     @property
-    def tables(self) -> dict[int, Pair]:
-        """By tensor degree, what segments cost, and what they do recomputed (None where they keep no less)."""
-        return {
-            self.degree: (self.costs, self.recomputed),
-            **dict(self.others),
-        }
+    def costs(self) -> tuple[SegmentCost, ...]:
+        """What segments cost."""
+        return self.variants[self.number].costs
 
-    def at(self, degree: int) -> Request:
-        """The request with the costs of one tensor degree."""
-        if degree == self.degree:
-            return self
-        plain, again = self.tables[degree]
-        return replace(self, costs=plain, recomputed=again, degree=degree, others=())
+    @property
+    def recomputed(self) -> tuple[SegmentCost | None, ...]:
+        """What segments cost recomputed, None where they keep no less."""
+        return self.variants[self.number].again
 
-    def tensor_on(self, mesh: Mesh) -> TensorPlan | None:
-        """What is decided inside segments on a mesh, None where it has no axis for that."""
-        return next((each for each in self.tensors if each.degree == mesh.degree(each.axis)), None)
+    @property
+    def recompute(self) -> tuple[str, ...]:
+        """The segments whose forward runs again in their backward, as `costs` says."""
+        return self.variants[self.number].recompute
+
+    @property
+    def tensor(self) -> TensorPlan | None:
+        """What is decided inside segments."""
+        return self.variants[self.number].tensor
+
+    def at(self, number: int) -> Request:
+        """The request with the costs of one variant."""
+        return self if number == self.number else replace(self, number=number)
+
+    def variants_on(self, mesh: Mesh, microbatches: int | None = None) -> tuple[int, ...]:
+        """The variants for a mesh, and for so many microbatches, by number."""
+        return tuple(
+            number
+            for number, variant in enumerate(self.variants)
+            if variant.on(mesh) and (microbatches is None or variant.fits(mesh, self.batch, microbatches))
+        )
+
+    def with_degree(self, degree: int) -> Request:
+        """The request with the variants of one more tensor degree."""
+        return replace(self, variants=(*self.variants, *self.degrees[degree]()))
 
     def again(self, places: Collection[int]) -> Request:
-        """The request with some more segments recomputed."""
-        pairs = enumerate(zip(self.costs, self.recomputed, strict=True))
-        costs = tuple((again or plain) if i in places else plain for i, (plain, again) in pairs)
-        names = tuple(name for i, name in enumerate(self.names) if i in places or name in self.recompute)
-        return replace(self, costs=costs, recompute=names)
+        """The request with some more segments recomputed, in the variant at hand."""
+        changed = self.variants[self.number].recomputing(places)
+        return replace(self, variants=(*self.variants[: self.number], changed, *self.variants[self.number + 1 :]))
 
     def allows(self, stages: int) -> bool:
         """Whether the pinned stages allow so many; names on a pinned mesh allow more stages than they begin."""
@@ -148,7 +159,7 @@ class Request:
 
     def recomputing(self) -> Request:
         """The request with every segment recomputed that keeps less by it."""
-        return self.again([i for i, again in enumerate(self.recomputed) if again is not None])
+        return replace(self, variants=tuple(variant.everything() for variant in self.variants))
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -173,7 +184,8 @@ def resolve(
     optimizer_ratio: float,
     forwards_first: bool,
     tensor: TensorPlan | None = None,
-    degrees: Sequence[tuple[TensorPlan, Sequence[SegmentCost], Sequence[SegmentCost]]] = (),
+    others: Sequence[Placed] = (),
+    degrees: Degrees = MappingProxyType({}),
     looks_up: bool = False,
 ) -> Request:
     """The request behind the arguments of `choose`; ValueError or TypeError names the argument that is wrong."""
@@ -191,12 +203,12 @@ def resolve(
         raise ValueError(f"costs: at least one segment, each with its own name, is needed; got {names}")
     whole("batch", batch)
     pinned = pinned_mesh(mesh)
-    tensors = (*([tensor] if tensor is not None else []), *(each for each, _, _ in degrees))
     count = _devices(devices, cluster, pinned)
     wanted = _recompute(recompute, names)
     again = tuple(costs if recomputed is None else recomputed)
     if [cost.name for cost in again] != names:
         raise ValueError(f"recomputed: expected the costs of {names}, not of {[cost.name for cost in again]}")
+    wide = cluster is not None and pinned is None
     cluster = cluster or Cluster.preset("cpu", per_node=count)
     number, starts = _stages(stages, names)
     if microbatches is not None:
@@ -205,9 +217,9 @@ def resolve(
     fixed = schedule if isinstance(schedule, Schedule) else schedules.read(text) if is_table(text) else None
     if fixed is not None:
         microbatches = _agreed(fixed, pinned, microbatches)
-    plain, recomputing = _pair(costs, again, wanted, batch)
+    variant = partial(Variant.of, wanted=wanted, everything=recompute is True, batch=batch)
     request = Request(
-        costs=plain,
+        variants=(variant((tensor, costs, again)), *map(variant, others)),
         batch=batch,
         cluster=cluster,
         devices=count,
@@ -219,34 +231,21 @@ def resolve(
         microbatches=microbatches,
         memory=cluster.memory if memory is None else parse_bytes(memory),
         optimizer_ratio=_ratio(optimizer_ratio),
-        recompute=wanted,
-        recomputed=recomputing,
         forwards_first=forwards_first,
         ranks=fixed.ranks if fixed is not None else None,
         output=output,
         lookup=lookup,
         free=recompute is None,
-        degree=1 if tensor is None else tensor.degree,
-        others=tuple((each.degree, _pair(plain, again, wanted, batch)) for each, plain, again in degrees),
-        tensors=tensors,
+        degrees={degree: partial(_variants, find, variant) for degree, find in degrees.items()},
+        wide=wide,
     )
     _check_inside(request)
     check_counts(request)
-    return request.recomputing() if recompute is True else request
+    return request
 
 
-def _pair(plain: Sequence[SegmentCost], again: Sequence[SegmentCost], wanted: Collection[str], batch: int) -> Pair:
-    """What segments cost with those recomputed that are `wanted`; and recomputed, where that keeps less."""
-    known: dict[tuple[object, object], bool] = {}
-
-    def less(p: SegmentCost, a: SegmentCost) -> bool:
-        key = p.saved_bytes, a.saved_bytes  # equal layers share them
-        if key not in known:
-            known[key] = a.at(batch).saved_bytes < p.at(batch).saved_bytes
-        return known[key]
-
-    pairs = list(zip(plain, again, strict=True))
-    return tuple(a if p.name in wanted else p for p, a in pairs), tuple(a if less(p, a) else None for p, a in pairs)
+def _variants(find: Callable[[], Sequence[Placed]], variant: Callable[[Placed], Variant]) -> tuple[Variant, ...]:
+    return tuple(variant(placed) for placed in find())
 
 
 def whole(name: str, value: object) -> None:
@@ -375,10 +374,10 @@ def _placement(value: object) -> Placement:
 def _check_inside(request: Request) -> None:
     """Refuse a mesh that splits tensors inside segments where nothing was decided, or the output layer is split."""
     mesh = request.mesh
-    if request.output is not None and request.tensors:
+    if request.output is not None and request.tensor is not None:
         raise ValueError(
             f"schedule: it splits the output layer over the pipeline ranks, and the mesh {mesh} splits tensors inside "
             "segments, which do not go together yet; pin another schedule, such as schedule='1f1b'"
         )
-    if mesh is not None and inside(mesh) > 1 and request.tensor_on(mesh) is None:
+    if mesh is not None and not request.variants_on(mesh):
         raise ValueError(f"mesh: {mesh} splits tensors inside segments; use autopart.plan, which places them")

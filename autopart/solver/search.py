@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from itertools import pairwise
+from itertools import pairwise, product
 
 from autopart.ir.action import Kind, Schedule, stages_of
 from autopart.ir.cost import SegmentCost, SegmentNumbers
@@ -23,10 +23,11 @@ from autopart.ir.mesh import Mesh
 from autopart.ir.placement import Modes
 from autopart.ir.plan import StageMemory, first_match
 from autopart.schedules import Timeline
+from autopart.solver.axis import linked
 from autopart.solver.chunks import solve_chunks
 from autopart.solver.kinds import FEMTOSECONDS, facts, handed
 from autopart.solver.memory import MemoryModel, in_flight
-from autopart.solver.request import Request, Rules, inside
+from autopart.solver.request import Request, Rules
 from autopart.solver.split import Moment, Split, SplitProblem, solve_split
 from autopart.solver.timing import action_seconds, exchange_seconds, output_seconds, segment_seconds, timeline
 
@@ -41,6 +42,7 @@ class Candidate:
     text: str
     schedule: Schedule
     moments: tuple[Moment, ...]  # of the schedule
+    variant: int  # of what segments cost, by number
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,9 +89,9 @@ def candidates(request: Request) -> Iterator[Candidate]:
         alternatives = request.placements if mesh.degree("dp") > 1 else request.placements[:1]
         for made in _schedules(request, mesh):
             moments = [in_flight(schedule) for _, schedule in made]
-            for placements in alternatives:
-                for (text, schedule), held in zip(made, moments, strict=True):
-                    yield Candidate(mesh, schedule.microbatches, placements, text, schedule, held)
+            for placements, ((text, schedule), held) in product(alternatives, zip(made, moments, strict=True)):
+                for variant in request.variants_on(mesh, schedule.microbatches):
+                    yield Candidate(mesh, schedule.microbatches, placements, text, schedule, held, variant)
 
 
 def check_schedule(request: Request) -> None:
@@ -119,7 +121,7 @@ def pose(request: Request, candidate: Candidate) -> tuple[MemoryModel, SplitProb
     dp = candidate.mesh.degree("dp")
     samples = request.samples(candidate.mesh, candidate.microbatches)
     halved = any(action.kind is Kind.I for _, action in candidate.schedule.actions())
-    numbers = tuple(handed(n, halved) for n in numbers_of(request.at(inside(candidate.mesh)).costs, samples))
+    numbers = tuple(handed(n, halved) for n in numbers_of(request.at(candidate.variant).costs, samples))
     modes = tuple(first_match(candidate.placements, name).on("dp") for name in request.names)
     model = MemoryModel(numbers, modes, dp, request.optimizer_ratio)
     every = sum(
@@ -215,12 +217,12 @@ def edge_seconds(request: Request, solved: Solved) -> float:
 def exchanged_seconds(request: Request, solved: Solved) -> float:
     """What a step takes beside its flush: the collectives of the data axis, which do not overlap it."""
     model, count = solved.model, solved.candidate.microbatches
+    cluster = linked(request.cluster, solved.candidate.mesh, "dp")
     exchanged = [
-        exchange_seconds(model.segments[i:j], model.modes[i:j], model.degree, count, request.cluster)
-        for i, j in solved.runs
+        exchange_seconds(model.segments[i:j], model.modes[i:j], model.degree, count, cluster) for i, j in solved.runs
     ]
     shared = sum(
-        exchange_seconds([part], [mode], model.degree, count, request.cluster)
+        exchange_seconds([part], [mode], model.degree, count, cluster)
         for part, mode in in_parts(request, solved.candidate)
     )
     return shared + max(sum(exchanged[stage] for stage in held) for held in solved.held())
@@ -243,12 +245,19 @@ def meshes(request: Request) -> Iterator[Mesh]:
     if request.mesh is not None:
         yield request.mesh
         return
-    for tp in request.tables:
-        for pp in range(1, min(request.devices, len(request.costs)) + 1):
-            dp, rest = divmod(request.devices, pp * tp)
-            enough = request.batch >= dp * (request.microbatches or 1)
-            if rest == 0 and dp and enough and request.ranks in (None, pp):
-                yield Mesh.of({"pp": pp, "dp": dp, **({"tp": tp} if tp > 1 else {})})
+    for tp in dict.fromkeys(variant.degree for variant in request.variants):
+        for mesh in shapes(request.devices, tp, len(request.costs)):
+            pp, enough = mesh.degree("pp"), request.batch >= mesh.degree("dp") * (request.microbatches or 1)
+            if enough and request.ranks in (None, pp):
+                yield mesh
+
+
+def shapes(devices: int, tp: int, longest: int) -> Iterator[Mesh]:
+    """The meshes of so many devices with a tensor axis of degree `tp` and at most `longest` stages, few first."""
+    for pp in range(1, min(devices, longest) + 1):
+        dp, rest = divmod(devices, pp * tp)
+        if rest == 0 and dp:
+            yield Mesh.of({"pp": pp, "dp": dp, **({"tp": tp} if tp > 1 else {})})
 
 
 def _schedules(request: Request, mesh: Mesh) -> Iterator[list[tuple[str, Schedule]]]:

@@ -1,12 +1,13 @@
 """The space of plans that is searched jointly, where each pipeline rank holds one stage, and what bounds its plans.
 
     meshes        a pinned one; else all pp x dp, for each tensor degree tp that there are costs for, of as many devices
+    tensors       the variants of what segments cost: the placements inside them that were found for the tensor degree
     microbatches  a pinned count; else the powers of two, four a stage, and single samples
     placements    a pinned one; else ddp, zero1, zero2, fsdp (of an open pattern, for what it leaves open)
     recompute     as pinned; else any segments of each stage
     splits        all, into stages of whole segments that begin with one that has parameters, if there are enough
 
-A setting is one choice of the first three. No plan of it is faster than the longest of
+A setting is one choice of the first four. No plan of it is faster than the longest of
 
     m x the mean of the stages, m x the longest segment, all segments once (both ways over every edge)
     what m microbatches take where every stage waits for those before it and after it: sum T / (1 - (1 - 1/m)^p)
@@ -22,17 +23,20 @@ from functools import cached_property, partial
 from itertools import accumulate
 from math import inf
 
+from autopart.cluster import Cluster
 from autopart.ir.action import ENDS, Kind, Schedule
 from autopart.ir.cost import REST
 from autopart.ir.mesh import Mesh
 from autopart.ir.placement import Modes
 from autopart.ir.plan import first_match
+from autopart.solver.axis import linked
+from autopart.solver.counts import WHOLE
 from autopart.solver.cut import Cut, Found, Pipe, least_need, shortest
 from autopart.solver.flush import Flush
 from autopart.solver.holding import Holding
 from autopart.solver.kinds import FEMTOSECONDS, Costs, Table
 from autopart.solver.memory import in_flight
-from autopart.solver.request import WHOLE, Request, Rules, inside
+from autopart.solver.request import Request, Rules, inside
 from autopart.solver.search import Candidate, Solved, meshes, pose
 from autopart.solver.split import evaluate
 from autopart.solver.stages import Stages
@@ -48,11 +52,12 @@ class Setting:
     placements: Rules
     text: str  # of the schedule
     rank: int = 0
+    variant: int = 0  # of what segments cost, by number
 
     @property
-    def preference(self) -> tuple[int, int, int, int]:
-        """Of equally fast plans, the one with fewer stages, fewer microbatches, less sharded states."""
-        return self.mesh.degree("pp"), inside(self.mesh), self.microbatches, self.rank
+    def preference(self) -> tuple[int, ...]:
+        """Of equally fast plans, the one with fewer stages and places, fewer microbatches, less sharded states."""
+        return self.mesh.degree("pp"), inside(self.mesh), self.microbatches, self.rank, self.variant
 
 
 class Space:
@@ -64,9 +69,10 @@ class Space:
         self._flushes: dict[tuple[str, int, int], Flush] = {}
         self._tables: dict[tuple[int, int, bool], Table] = {}
         self._holdings: dict[tuple[int, int, Rules], Holding] = {}
-        self._modes: dict[tuple[Rules, int], tuple[Modes, ...]] = {}
-        self._exchanged: dict[tuple[int, int, int, Rules], tuple[int, ...]] = {}
+        self._modes: dict[Rules, tuple[Modes, ...]] = {}
+        self._exchanged: dict[tuple[int, int, int, Rules, Cluster], tuple[int, ...]] = {}
         self._costs: dict[int, Costs] = {}
+        self._linked: dict[Mesh, Cluster] = {}
 
     @cached_property
     def settings(self) -> tuple[Setting, ...]:
@@ -76,10 +82,11 @@ class Space:
             alternatives = self.request.placements if mesh.degree("dp") > 1 else self.request.placements[:1]
             if mesh.degree("pp") <= len(self.request.costs) and self.request.allows(mesh.degree("pp")):
                 found += [
-                    Setting(mesh, count, rules, self.request.schedules[0], rank)
+                    Setting(mesh, count, rules, self.request.schedules[0], rank, variant)
                     for count in self._counts(mesh)
                     if self._exists(mesh.degree("pp"), count)
                     for rank, rules in enumerate(alternatives)
+                    for variant in self.request.variants_on(mesh, count)
                 ]
         return tuple(found)
 
@@ -149,16 +156,17 @@ class Space:
             return False
         return any(action.kind is Kind.I for _, action in self.made(setting).actions())
 
-    def costs(self, degree: int) -> Costs:
-        """The costs of the segments at a tensor degree."""
-        if degree not in self._costs:
-            self._costs[degree] = Costs.of(*self.request.tables[degree])
-        return self._costs[degree]
+    def costs(self, number: int) -> Costs:
+        """The costs of the segments in a variant."""
+        if number not in self._costs:
+            variant = self.request.variants[number]
+            self._costs[number] = Costs.of(variant.costs, variant.again)
+        return self._costs[number]
 
     def table(self, setting: Setting) -> Table:
         """The segments at the size of the setting's largest microbatch."""
         samples = self.request.samples(setting.mesh, setting.microbatches)
-        key = inside(setting.mesh), samples, self.halved(setting)
+        key = setting.variant, samples, self.halved(setting)
         if key not in self._tables:
             self._tables[key] = Table.of(self.costs(key[0]), key[1], self.request.cluster, halved=key[2])
         return self._tables[key]
@@ -166,18 +174,17 @@ class Space:
     def modes(self, setting: Setting) -> tuple[Modes, ...]:
         """The modes of every segment on the data axis."""
         rules = setting.placements
-        key = rules, inside(setting.mesh)
-        if key not in self._modes:
+        if rules not in self._modes:
             if len(rules) == 1:
-                self._modes[key] = (rules[0][1].on("dp"),) * len(self.request.costs)
+                self._modes[rules] = (rules[0][1].on("dp"),) * len(self.request.costs)
             else:
-                self._modes[key] = tuple(first_match(rules, name).on("dp") for name in self.request.names)
-        return self._modes[key]
+                self._modes[rules] = tuple(first_match(rules, name).on("dp") for name in self.request.names)
+        return self._modes[rules]
 
     def holding(self, setting: Setting) -> Holding:
         """What segments hold beside activations."""
         dp = setting.mesh.degree("dp")
-        key = inside(setting.mesh), dp, setting.placements
+        key = setting.variant, dp, setting.placements
         if key not in self._holdings:
             table = self.table(setting)
             self._holdings[key] = Holding.of(
@@ -185,15 +192,21 @@ class Space:
             )
         return self._holdings[key]
 
+    def linked(self, mesh: Mesh) -> Cluster:
+        """The cluster with the links that the data axis of a mesh has."""
+        if mesh not in self._linked:
+            self._linked[mesh] = linked(self.request.cluster, mesh, "dp")
+        return self._linked[mesh]
+
     def exchanged(self, setting: Setting) -> tuple[int, ...]:
         """The time of the collectives of the data axis, summed from the first segment on."""
-        dp, count = setting.mesh.degree("dp"), setting.microbatches
-        key = inside(setting.mesh), dp, count, setting.placements
+        dp, count, cluster = setting.mesh.degree("dp"), setting.microbatches, self.linked(setting.mesh)
+        key = setting.variant, dp, count, setting.placements, cluster
         if key not in self._exchanged:
             table, known = self.table(setting), dict[tuple[int, Modes], int]()
             pairs = list(zip(table.kinds, self.modes(setting), strict=True))
             for kind, modes in dict.fromkeys(pairs):
-                seconds = exchange_seconds([table.numbers[kind]], [modes], dp, count, self.request.cluster)
+                seconds = exchange_seconds([table.numbers[kind]], [modes], dp, count, cluster)
                 known[kind, modes] = round(seconds * FEMTOSECONDS)
             self._exchanged[key] = tuple(accumulate((known[pair] for pair in pairs), initial=0))
         return self._exchanged[key]
@@ -269,12 +282,18 @@ class Space:
         stages = self.stages(setting, limit)
         ends = [*cut.starts[1:], stages.table.segments]
         again = [i for i, j, way in zip(cut.starts, ends, cut.ways, strict=True) for i in stages.recomputed(i, j, way)]
-        request = self.request.at(inside(setting.mesh)).again(again)
+        request = self.request.at(setting.variant).again(again)
         if limit is not None:
             request = replace(request, memory=limit)
         made = self.made(setting)
         candidate = Candidate(
-            setting.mesh, setting.microbatches, setting.placements, setting.text, made, in_flight(made)
+            setting.mesh,
+            setting.microbatches,
+            setting.placements,
+            setting.text,
+            made,
+            in_flight(made),
+            setting.variant,
         )
         model, problem = pose(request, candidate)
         split = evaluate(problem, cut.starts)

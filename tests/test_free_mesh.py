@@ -1,0 +1,132 @@
+"""A free mesh from module to steps: when tensor degrees are looked at, that no pinned mesh is better, and parity."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+import autopart
+from autopart.api import compiler, tensor
+from autopart.api.compiler import lower, solve
+from autopart.cluster import Cluster, Link
+from autopart.errors import PlanInfeasible
+from autopart.ir.mesh import Mesh
+from autopart.ir.placement import Shard
+from autopart.ir.plan import Plan
+from autopart.solver.axis import linked
+from autopart.testing import assert_parity
+from tests.tensor_axis import CHEAP, LATE, made, soak
+
+FAR = Cluster.uniform(4, 2**40, 1e8, 1e18, 1e7, 1e-9)
+"""Bytes between devices take long: those of gradients and parameters are more than those of activations."""
+
+
+NEAR = Cluster.uniform(4, 2**40, 1e10, 1e10, 1e9, 1e-7)
+"""Bytes held, moved and sent all take about as long as products."""
+
+
+def meshes(devices: int) -> list[dict[str, int]]:
+    return [
+        {"pp": pp, "dp": devices // (pp * tp), **({"tp": tp} if tp > 1 else {})}
+        for tp in (1, 2, 4)
+        for pp in (1, 2, 4)
+        if pp * tp <= devices
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "devices", "cluster"),
+    [("mlp", 2, FAR), *(soak(name, 4, cluster) for name in ("gpt", "llama") for cluster in (CHEAP, LATE, FAR))],
+)
+def test_no_pinned_mesh_is_better(name: str, devices: int, cluster: Cluster) -> None:
+    segmented = made(name)[2]
+    free = solve(segmented, devices=devices, cluster=cluster)
+    pinned = {
+        tuple(mesh.items()): solve(segmented, mesh=mesh, cluster=cluster).prediction.step_seconds
+        for mesh in meshes(devices)
+    }
+    assert free.prediction.step_seconds == pytest.approx(min(pinned.values()), rel=1e-9)
+    assert pinned[free.mesh.axes] == pytest.approx(free.prediction.step_seconds, rel=1e-9)
+    assert ", tensor degrees 1" in free.optimality
+    assert "another mesh: " in free.explain()
+
+
+def test_the_tensor_axis_is_found_and_trains_as_one_device() -> None:
+    """Not without a cluster: what predictions leave out, to start operators, is most of what a toy takes on CPUs."""
+    model, args, segmented = made("gpt")
+    pins: dict[str, Any] = {"devices": 2, "microbatches": 1}
+    plan = solve(segmented, cluster=FAR, **pins)
+    assert dict(plan.mesh.axes) == {"pp": 1, "dp": 1, "tp": 2} and plan.tensor is not None
+    assert Plan.from_json(plan.to_json()) == plan
+    assert_parity(model, args, plan=lower(segmented, plan), capture="direct", steps=2)
+    plain = solve(segmented, **pins)
+    assert plain.tensor is None and "tensor degree" not in plain.optimality
+    with pytest.raises(ValueError, match="pin a mesh such as"):
+        solve(segmented, cluster=FAR, placement={"*.up.weight": {"tp": Shard(0)}}, **pins)
+
+
+def test_a_tensor_degree_is_named_where_nothing_fits() -> None:
+    segmented = made("mlp")[2]
+    pins: dict[str, Any] = {"devices": 2, "recompute": False, "placement": "ddp", "microbatches": 1}
+    least = solve(segmented, mesh={"tp": 2}, objective="memory", **pins).prediction.peak
+    tight = {**pins, "memory": least * 3 // 2}
+    with pytest.raises(PlanInfeasible, match=r"It fits with: .*mesh=\{'pp': 1, 'dp': 1, 'tp': 2\}"):
+        solve(segmented, mesh={"dp": 2}, **tight)
+    assert solve(segmented, mesh={"pp": 1, "dp": 1, "tp": 2}, **tight).tensor is not None
+
+
+def test_a_front_finds_the_placements_of_a_degree_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, args, _ = made("mlp")
+    asked: list[int] = []
+    placements = tensor.placements
+
+    def counted(segmented: Any, inside: Any) -> Any:
+        asked.append(inside.degree)
+        return placements(segmented, inside)
+
+    monkeypatch.setattr(tensor, "placements", counted)
+    plans = autopart.pareto(model, args, n=3, devices=2, cluster=CHEAP, capture="direct")
+    assert asked == [2] and any(plan.mesh.degree("tp") > 1 for plan in plans)
+
+
+def test_degrees_stay_inside_a_node() -> None:
+    segmented = made("gpt")[2]
+    for nodes, per_node, devices, wanted in ((2, 4, 8, [2, 4]), (2, 6, 12, [2]), (4, 1, 4, []), (1, 8, 4, [2, 4])):
+        cluster = Cluster.preset("a100-80", nodes=nodes, per_node=per_node)
+        assert list(tensor.degrees(segmented, 4, {"cluster": cluster, "devices": devices})) == wanted
+    mixed = Cluster.preset("a100-80", per_node=8).joined(Cluster.preset("t4", per_node=4), Link(1e9))
+    assert list(tensor.degrees(segmented, 4, {"cluster": mixed})) == [2, 4]
+    with pytest.raises(TypeError, match="devices: expected a whole number"):
+        compiler.solve(segmented, devices="2")  # type: ignore[arg-type]
+
+
+def test_links_of_an_axis_are_those_between_its_ranks() -> None:
+    """Counted out: the ranks of each group that share a node."""
+    cluster = Cluster.preset("h100-80", nodes=4, per_node=8)
+    group = cluster.groups[0]
+    for sizes in ({"pp": 2, "dp": 16}, {"dp": 4, "tp": 8}, {"pp": 4, "dp": 4, "tp": 2}, {"dp": 8, "pp": 4}, {"dp": 32}):
+        mesh = Mesh.of(sizes)
+        for axis, size in sizes.items():
+            groups = {mesh.group(rank, axis) for rank in range(mesh.size)}
+            nodes = [[rank // 8 for rank in ranks] for ranks in groups]
+            found = linked(cluster, mesh, axis).link_bandwidth
+            if all(len(set(each)) == 1 for each in nodes):
+                assert found == group.inside.bandwidth
+            else:
+                abreast = min(each.count(node) for each in nodes for node in set(each))
+                assert size > 1 and found == min(group.inside.bandwidth, abreast * group.between.bandwidth)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("degree", [2, 4])
+@pytest.mark.parametrize("name", ["gpt", "llama", "mlp"])
+def test_every_placement_that_comes_into_question_trains_as_one_device(name: str, degree: int) -> None:
+    model, args, segmented = made(name)
+    find = tensor.degrees(segmented, segmented.captured.batch, {"cluster": NEAR, "devices": 4})[degree]
+    plan = solve(segmented, mesh={"dp": 4 // degree, "tp": degree}, cluster=NEAR, microbatches=1)
+    found = [placed for placed, _, _ in find()]
+    assert len(found) > 1
+    for placed in found:
+        assert_parity(model, args, plan=lower(segmented, replace(plan, tensor=placed)), capture="direct", steps=2)
