@@ -17,7 +17,7 @@ from autopart.ir.program import Program
 from autopart.runtime.looping import Used
 from autopart.runtime.transport import Pending
 from autopart.runtime.updates import check_steps
-from autopart.schedules.stream import compensates, spelled
+from autopart.schedules.stream import check_name, compensates
 
 
 class Loop(Iterator[torch.Tensor]):
@@ -163,7 +163,7 @@ def train_loop(
         raise TypeError(f"model: expected an nn.Module, not {type(model).__name__}")
     if isinstance(batches, Mapping | str | torch.Tensor) or not isinstance(batches, Iterable):
         raise TypeError(f"batches: expected an iterable of batches, such as a loader, not {type(batches).__name__}")
-    spelled(schedule, 1, None)  # refuses what is no asynchronous schedule
+    check_name(schedule)
     parallel: Parallel = model if isinstance(model, Parallel) else parallelize(model, **options)
     made = optimizer if isinstance(optimizer, torch.optim.Optimizer) else _made(optimizer, parallel)
     if {id(p) for group in made.param_groups for p in group["params"]}.isdisjoint(map(id, parallel.parameters())):

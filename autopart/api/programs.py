@@ -187,12 +187,13 @@ class Programs:
         captured = self._captured(asked)
         if self.plan is None and self.options.given_plan is not None:
             self.plan = self._planned(captured, asked.call.batch, ranks.size)
+        pins = self.options.pins(ranks.size)
         if self.plan is None:
-            size, pins = asked.call.batch, self.options.pins(ranks.size)
+            size = asked.call.batch
             self.plan = loop_plans.of_state(captured, schedule, mesh, batch, batch=size, pins=pins)
         segmented = segment(captured, cuts=self.plan.cuts)
-        plan = loop_plans.of_loop(segmented, self.plan, schedule, batch)
         state = residence.state if residence is not None else None
+        plan = loop_plans.of_loop(segmented, self.plan, schedule, batch, pins=pins, state=state)
         return compiler.lower(segmented, plan, state=state, check=self.options.verify)
 
     def _key(self, made: Made, asked: Asked) -> _Key:

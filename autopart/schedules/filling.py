@@ -124,8 +124,7 @@ class Filled:
         at the time when the action before it ends, after what is made by then; its receive stands before what begins
         at that time or later.
         """
-        onward = sorted((a, b) for a, b in edges if a < self.front <= b < self.stages)
-        return self._batches(self._first(onward), self._steady(edges, onward), batches)
+        return self._batches(self.first(edges), self.steady(edges), batches)
 
     def number(self, rank: int, piece: int) -> int:
         """The stage of a program that a piece of the front is on a rank."""
@@ -173,8 +172,9 @@ class Filled:
         mine = (action for gap in self.fills[rank] for action in gap)
         return sorted(mine, key=lambda action: (action.microbatch, action.stage))
 
-    def _first(self, onward: Sequence[tuple[int, int]]) -> list[list[Action]]:
-        """The front of the first batch, microbatch by microbatch, with its transfers."""
+    def first(self, edges: Edges) -> list[list[Action]]:
+        """What each rank does before all else: the front of the first batch, microbatch by microbatch."""
+        onward = self._onward(edges)
         rows: list[list[Action]] = [[] for _ in self.trained.table]
         for k, (rank,) in enumerate(self._performers()):
             for piece in range(self.front):
@@ -184,8 +184,9 @@ class Filled:
                     rows[target].append(action)
         return rows
 
-    def _steady(self, edges: Edges, onward: Sequence[tuple[int, int]]) -> list[tuple[Action, ...]]:
+    def steady(self, edges: Edges) -> list[tuple[Action, ...]]:
         """A batch's rows with their transfers, and the front of the next batch, whose microbatches come after its."""
+        onward = self._onward(edges)
         inner = range(self.front, self.stages)
         plain = frozenset((a - self.front, b - self.front) for a, b in edges if a in inner and b in inner)
         placed, times = transfers(self.trained, plain)
@@ -206,6 +207,10 @@ class Filled:
             row.sort(key=lambda each: (each.time, each.action.microbatch >= self.batch))
         rows = zip(self.trained.table, placed, strict=True)
         return [merged([self._later(action) for action in row], each) for row, each in rows]
+
+    def _onward(self, edges: Edges) -> list[tuple[int, int]]:
+        """The edges from the front to trained stages."""
+        return sorted((a, b) for a, b in edges if a < self.front <= b < self.stages)
 
     def _performed(
         self, rank: int, action: Action, onward: Sequence[tuple[int, int]]

@@ -1,8 +1,8 @@
 """Idle windows of a loop that flushes, and the frozen forwards that go there: which rank performs which, and when.
 
     windows    where ranks wait in a steady loop of the trained layers alone
-    greedy     in the order of time, each window takes the forwards that fit: of several pieces of a front, the next one
-               of the microbatch that its rank has begun; all pieces of a microbatch stay on one rank
+    greedy     in the order of time, each window takes the forwards that fit: whole microbatches first, or at once the
+               next piece of the front for the microbatch that its rank has begun; all its pieces stay on one rank
     the rest   what fits into no window goes to the end of the batch on the rank where that ends soonest, or where it
                makes a rank least late
     choose     the shortest simulated step, by all ranks that may or by the home alone; of equals the fewest ranks
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 
 from autopart.ir.action import Action, Kind, Schedule
 from autopart.schedules.filling import Filled
@@ -73,6 +74,11 @@ class _Filling:
         if piece + 1 < len(self.frozen):
             self.begun[rank] = (k, piece + 1)
 
+    def microbatch(self, rank: int, gap: int) -> None:
+        """Perform all pieces of the next microbatch in a gap of a rank that has begun none."""
+        for _ in self.frozen:
+            self.put(rank, gap)
+
 
 def fill_idle(
     trained: Schedule,
@@ -93,8 +99,8 @@ def fill_idle(
     windows, seen = list(_windows(trained, seconds, comm)), set[object]()
     best: tuple[tuple[float, int], Filled] | None = None
     for among in (allowed, [home]):
-        for spread in (False, True):
-            made = _filled(trained, windows, frozen, among, spread=spread)
+        for whole, spread in product((True, False), (False, True)):
+            made = _filled(trained, windows, frozen, among, whole=whole, spread=spread)
             if made.fills in seen:
                 continue
             seen.add(made.fills)
@@ -147,9 +153,15 @@ def _windows(trained: Schedule, seconds: Seconds, comm: Comm) -> Iterator[_Windo
 
 
 def _filled(
-    trained: Schedule, windows: Sequence[_Window], frozen: Sequence[float], ranks: Sequence[int], *, spread: bool
+    trained: Schedule,
+    windows: Sequence[_Window],
+    frozen: Sequence[float],
+    ranks: Sequence[int],
+    *,
+    whole: bool,
+    spread: bool,
 ) -> Filled:
-    """The windows of some ranks filled; the rest `spread` over all gaps, or at the end of the batch."""
+    """The windows of some ranks filled, with `whole` microbatches first; the rest `spread` over all gaps, or at the end."""
     ends = {rank: len(trained.table[rank]) for rank in ranks}
     made = _Filling(
         frozen,
@@ -161,8 +173,12 @@ def _filled(
         [*range(trained.microbatches)],
     )
     close = CLOSE * sum(window.length for window in windows)
-    for window in windows:
-        while window.rank in ranks and (found := made.next_on(window.rank)) is not None:
+    mine = [window for window in windows if window.rank in ranks]
+    for window in mine if whole else ():
+        while made.waiting and sum(frozen) <= made.left[window.rank, window.gap] + close:
+            made.microbatch(window.rank, window.gap)
+    for window in mine:
+        while (found := made.next_on(window.rank)) is not None:
             if frozen[found[1]] > made.left[window.rank, window.gap] + close:
                 break
             made.put(window.rank, window.gap)
@@ -177,7 +193,6 @@ def _filled(
         if spread:
             rank, gap = max(made.left, key=lambda where: made.left[where])
         room[rank] -= sum(frozen)
-        for _ in frozen:
-            made.put(rank, gap)
+        made.microbatch(rank, gap)
     fills = tuple(tuple(tuple(gap) for gap in gaps) for gaps in made.fills)
     return Filled(trained, fills, len(frozen))
