@@ -77,6 +77,8 @@ def of_loop(
     """
     if overlaps(schedule):
         return compiler.predicted(segmented, _endless(plan, schedule, microbatches))
+    if plan.front:  # it is of such a loop itself
+        return compiler.predicted(segmented, plan)
     return _filled(segmented, plan, schedule, pins, state)
 
 
@@ -203,10 +205,10 @@ def _exchanged(plan: Plan, numbers: Sequence[SegmentNumbers], cluster: Cluster) 
 def _told(loop: Filled) -> str:
     """Who computes the front, to read."""
     shares = [sorted({a.microbatch for gap in gaps for a in gap}) for gaps in loop.fills]
-    ranks = ", ".join(f"rank {rank} {len(share)}" for rank, share in enumerate(shares) if share)
+    ranks = ", ".join(f"{len(share)} on rank {rank}" for rank, share in enumerate(shares) if share)
     late = len({action.microbatch for gaps in loop.fills for action in gaps[-1]})
-    pieces = f" in {loop.front} pieces each" if loop.front > 1 else ""
+    pieces = f", in {loop.front} pieces each" if loop.front > 1 else ""
     return (
-        f"frozen layers: of the {loop.batch} microbatches of a batch{pieces}, where ranks wait while the one before it "
-        f"is trained on, {ranks}; {late} of them at the end of that batch"
+        f"frozen layers: while ranks train on a batch, those of the next one's {loop.batch} microbatches are computed "
+        f"where they would wait: {ranks}{pieces}; {late} end after all else"
     )

@@ -30,9 +30,8 @@ def filled(staged: Staged, loop: Filled, column: int, degree: int) -> list[str]:
     lines = [f"return train(world, batches, batches.count - {loop.batch}, range(0))"]
     made += function("drain(world, batches)", "No batch comes any more: train on the last one.", lines, [])
     row = loop.steady(edges)[column]
-    for stage in stages_of(loop.place, column):
-        if staged.is_front(stage):
-            made += _frozen(staged, stage, row)
+    for stage in dict.fromkeys(a.stage for a in row if a.kind is Kind.F and a.microbatch >= loop.batch):
+        made += _frozen(staged, stage, row)
     for source in dict.fromkeys(a.peer for a in row if a.kind is Kind.RECV and a.microbatch >= loop.batch):
         made += _arriving(staged, source, row, loop.batch)
     return [*made, *_train(staged, loop, column, degree, row)]
@@ -64,20 +63,20 @@ def _arriving(staged: Staged, source: int, row: Sequence[Action], batch: int) ->
 def _train(staged: Staged, loop: Filled, column: int, degree: int, row: Sequence[Action]) -> list[str]:
     stages = [stage for stage in stages_of(loop.place, column) if not staged.is_front(stage)]
     lines = ["batch = batches.of(first)"]
-    read = dict.fromkeys(
-        name for s in stages for kind in staged.kinds(s) for name in stage_prologue(staged, s, kind)
-    )
+    read = dict.fromkeys(name for s in stages for kind in staged.kinds(s) for name in stage_prologue(staged, s, kind))
     lines += once(staged, tuple(read))
     lines += [f"{name} = {{}}" for s in stages for name in stage_outputs(staged, s)]
-    fills = False
     for coming, part in groupby(row, lambda action: action.microbatch >= loop.batch):
-        lines += _ahead(staged, [*part], loop.batch, loop.batch) if coming else scheduled_lines(staged, [*part], "first")
-        fills |= coming
+        if coming:
+            lines += _ahead(staged, [*part], loop.batch, loop.batch)
+        else:
+            lines += scheduled_lines(staged, [*part], "first")
     units = [unit for unit in staged.trained() if degree > 1 and not {*stages}.isdisjoint(unit.stages)]
     lines += [f'world.all_reduce("{unit.name}", axis="dp")' for unit in units] + ["world.wait()"] * bool(units)
     lines += [f"world.update(stage={stage}, step=first // {loop.batch}, keep=0)" for stage in stages]
     lines.append(f"return {total(staged, stages)}")
-    doc = "Train on a batch, and where this rank would wait prepare the one that comes." if fills else "Train on a batch."
+    fills = any(a.kind is Kind.F and a.microbatch >= loop.batch for a in row)
+    doc = "Train on a batch" + ", and where this rank would wait prepare the one that comes" * fills + "."
     return function("train(world, batches, first, coming)", doc, lines, store_names(staged, stages))
 
 

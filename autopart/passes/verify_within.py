@@ -51,7 +51,7 @@ def needs(staged: Staged, stage: int) -> Needs:
 
 
 def copies_travelled(texts: Sequence[Text], staged: Staged, microbatches: int) -> tuple[tuple[int, ...], ...]:
-    """The microbatches that each stage has to do with: all, or those that travel its copy of the model, or of the front.
+    """The microbatches that each stage has to do with: all, or those that travel its copy of the model or the front.
 
     Raises VerificationError where one has actions in several copies.
     """

@@ -113,7 +113,8 @@ class Filled:
         """The table with the stages of programs, in which each helper's copy of the front has its own."""
         table = self.table()
         rows = (
-            tuple(self._own(rank, a) if a.stage < self.front else a for a in row) for rank, row in enumerate(table.table)
+            tuple(self._own(rank, action) if action.stage < self.front else action for action in row)
+            for rank, row in enumerate(table.table)
         )
         return replace(table, place=self.place, table=tuple(rows))
 
@@ -154,7 +155,9 @@ class Filled:
                 found[action.microbatch].add(rank)
         return found
 
-    def _batches(self, first: Sequence[Iterable[Action]], steady: Rows | list[tuple[Action, ...]], batches: int) -> Rows:
+    def _batches(
+        self, first: Sequence[Iterable[Action]], steady: Rows | list[tuple[Action, ...]], batches: int
+    ) -> Rows:
         """The front of the first batch, then batch by batch: each with the front of the next one, if there is one."""
         made = []
         for rank, (before, row) in enumerate(zip(first, steady, strict=True)):

@@ -1,11 +1,11 @@
 """Idle windows of a loop that flushes, and the frozen forwards that go there: which rank performs which, and when.
 
-    windows    where ranks wait in a steady loop of the trained layers alone
-    greedy     in the order of time, each window takes the forwards that fit: whole microbatches first, or at once the
-               next piece of the front for the microbatch that its rank has begun; all its pieces stay on one rank
-    the rest   what fits into no window goes to the end of the batch on the rank where that ends soonest, or where it
-               makes a rank least late
-    choose     the shortest simulated step, by all ranks that may or by the home alone; of equals the fewest ranks
+windows    where ranks wait in a steady loop of the trained layers alone
+greedy     in the order of time, each window takes the forwards that fit: whole microbatches first, or at once the
+           next piece of the front for the microbatch that its rank has begun; all its pieces stay on one rank
+the rest   what fits into no window goes to the end of the batch on the rank where that ends soonest, or where it
+           makes a rank least late
+choose     the shortest simulated step, by all ranks that may or by the home alone; of equals the fewest ranks
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ def _filled(
     whole: bool,
     spread: bool,
 ) -> Filled:
-    """The windows of some ranks filled, with `whole` microbatches first; the rest `spread` over all gaps, or at the end."""
+    """The windows of some ranks filled, with `whole` microbatches first; the rest `spread` over gaps, or at the end."""
     ends = {rank: len(trained.table[rank]) for rank in ranks}
     made = _Filling(
         frozen,

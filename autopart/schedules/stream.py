@@ -162,8 +162,9 @@ def check_name(schedule: str) -> None:
 
 
 def _check_fillable(made: Schedule) -> None:
-    if made.mirrors or made.barriers or made.slices > 1:
-        what = "two copies of the model" if made.mirrors else "slices" if made.slices > 1 else "an output layer in parts"
+    what = "two copies of the model" if made.mirrors else "slices of the sequence" if made.slices > 1 else ""
+    what = "an output layer in parts" if made.barriers else what
+    if what:
         raise ValueError(
             f"schedule: {made.name!r} is none of a train_loop, as it has {what}; it takes "
             f"{', '.join(each.name for each in stale.FAMILIES)}, and for a model with frozen layers in front what has "

@@ -54,8 +54,9 @@ def read(text: str, *, name: str = "custom") -> Schedule:
         mirrors=tuple(tuple(place[stage] for stage in range(stages)) for place in places[1:]),
     )
     made = replace(made, **settings)
-    home = made.place[made.anywhere : made.anywhere + 1]
-    return replace(made, place=(*home * made.anywhere, *made.place[made.anywhere :]))
+    if not 0 < made.anywhere < stages:
+        return made
+    return replace(made, place=(made.place[made.anywhere],) * made.anywhere + made.place[made.anywhere :])
 
 
 def grid(table: Table, marks: Mapping[tuple[int, int], str]) -> str:

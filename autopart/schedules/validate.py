@@ -103,8 +103,8 @@ def _check_settings(schedule: Schedule) -> None:
     plain = not schedule.mirrors and not schedule.barriers and schedule.slices == 1
     if schedule.anywhere and not (plain and 0 < schedule.anywhere < schedule.stages):
         raise ValueError(
-            f"schedule {name!r}: some of the first stages may be anywhere, but not all {schedule.stages}, and not beside "
-            f"several pipes, slices or barriers (anywhere: {schedule.anywhere})"
+            f"schedule {name!r}: anywhere must be fewer than all {schedule.stages} stages, and 0 beside several pipes, "
+            f"slices or barriers, not {schedule.anywhere}"
         )
 
 
