@@ -125,7 +125,7 @@ def steady(filled: Filled, seconds: Seconds, frozen: Sequence[float], comm: Comm
         batch = range(filled.batch, 2 * filled.batch)
         if span.action.kind is not Kind.OPT and span.action.microbatch in batch:
             work[span.rank] += span.end - span.start
-    return Steady(length, 1 - max(work) / length if length else 0.0)
+    return Steady(length, max(0.0, 1 - max(work) / length) if length else 0.0)
 
 
 def filled_timeline(table: Schedule, seconds: Seconds, frozen: Sequence[float], comm: Comm = 0.0) -> Timeline:
