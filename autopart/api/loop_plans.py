@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from autopart.api import compiler
 from autopart.cluster import Cluster, parse_bytes
+from autopart.errors import PlanInfeasible
 from autopart.ir.action import Kind, Schedule
 from autopart.ir.captured import Captured
 from autopart.ir.cost import SegmentNumbers
@@ -73,7 +74,8 @@ def of_loop(
 ) -> Plan:
     """The plan of a loop over the state of another plan, of which `state` says where parameters are already.
 
-    Raises ValueError where `schedule` flushes and that plan has no stage of frozen layers in front.
+    Raises ValueError where `schedule` flushes and that plan has no stage of frozen layers in front, PlanInfeasible
+    where the loop does not fit the memory.
     """
     if overlaps(schedule):
         return compiler.predicted(segmented, _endless(plan, schedule, microbatches))
@@ -148,7 +150,7 @@ def _frozen(segmented: Segmented) -> int:
 def _filled(segmented: Segmented, plan: Plan, schedule: str, pins: Pins, state: State | None) -> Plan:
     """Its idle time is filled with the forwards of its frozen layers, on the ranks that have room for these.
 
-    Raises ValueError for a plan without such layers.
+    Raises ValueError for a plan without such layers, PlanInfeasible where what they make of a batch has no room.
     """
     trained = executable(make(schedule, ranks=plan.mesh.degree("pp"), microbatches=plan.microbatches))
     front = len(plan.stages) - trained.stages
@@ -170,16 +172,32 @@ def _filled(segmented: Segmented, plan: Plan, schedule: str, pins: Pins, state: 
             segmented,
             replace(plan, schedule=str(loop.table()), prediction=step, front=front, helpers=loop.helpers),
         )
-        held = {rank: made.prediction.memory[plan.place.index(rank)].total for rank in loop.helpers}
-        full = {rank: nbytes for rank, nbytes in held.items() if nbytes > most}
+        full = {rank: nbytes for rank, nbytes in _grown(plan, made) if nbytes > most}
         if not full:
             return replace(made, notes=(*notes, _told(loop)))
+        if full.keys().isdisjoint(loop.helpers):
+            rank, nbytes = next(iter(full.items()))
+            raise PlanInfeasible(
+                f"memory: rank {rank} would hold {format_bytes(nbytes)}, more than the {format_bytes(most)} that there "
+                "are, with what the frozen layers make of the batch that comes next; train in an ordinary loop, or on "
+                "smaller batches"
+            )
         notes += (
-            f"frozen layers: rank {rank} does not help, as it would hold {format_bytes(nbytes)} with them, more than "
-            f"the {format_bytes(most)} that there are"
-            for rank, nbytes in full.items()
+            f"frozen layers: rank {rank} does not help, as it would hold {format_bytes(full[rank])} with them, more "
+            f"than the {format_bytes(most)} that there are"
+            for rank in loop.helpers
+            if rank in full
         )
-        ranks = [rank for rank in ranks if rank not in full]
+        ranks = [rank for rank in ranks if rank not in full or rank not in loop.helpers]
+
+
+def _grown(before: Plan, after: Plan) -> Iterator[tuple[int, int]]:
+    """The pipeline ranks that hold more under the second plan, with what that is."""
+    for rank in range(after.mesh.degree("pp")):
+        stage = after.place.index(rank)
+        nbytes = after.prediction.memory[stage].total
+        if nbytes > before.prediction.memory[stage].total:
+            yield rank, nbytes
 
 
 def _holders(plan: Plan, front: int, state: State | None) -> list[int]:
