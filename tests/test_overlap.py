@@ -86,7 +86,7 @@ def test_calls_and_batches_that_are_refused() -> None:
         (ValueError, "SGD with momentum.*compensate=False", lambda: loop(model, sgd, DATA, schedule="pb")),
         (ValueError, "has none of the model's", lambda: loop(model, torch.optim.SGD(Net().parameters()), DATA)),
         (ValueError, "LBFGS may look at all parameters", lambda: loop(model, torch.optim.LBFGS, DATA)),
-        (ValueError, "'zb-v' is none of a train_loop", lambda: loop(model, sgd, DATA, schedule="zb-v")),
+        (ValueError, "'dualpipe' is none of a train_loop", lambda: loop(model, sgd, DATA, schedule="dualpipe")),
         (ValueError, "batch 1 differs from the first one in the sizes or dtype of x", lambda: run(sgd, longer)),
         (ValueError, "1 samples cannot be cut into 2 pieces", lambda: run(sgd, few)),
     ):

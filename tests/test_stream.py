@@ -52,7 +52,7 @@ def test_what_a_stream_keeps_and_how_far_it_is_ahead():
 @pytest.mark.parametrize(
     ("schedule", "microbatches", "message"),
     [
-        ("zb-h1", None, "'zb-h1' is none of a train_loop; it takes pipedream, 2bw, paci, pb, gpipe, 1f1b"),
+        ("seq1f1b", None, "none of a train_loop, as it has slices of the sequence; it takes pipedream, 2bw, paci, pb,"),
         ("pipedream", 4, "'pipedream' steps after every microbatch"),
         ("2bw", 3, "takes at least 4"),
         ("2bw(accumulate=4)", 8, "microbatches: 8 contradict"),

@@ -17,7 +17,7 @@ from autopart.ir.program import Program
 from autopart.runtime.looping import Used
 from autopart.runtime.transport import Pending
 from autopart.runtime.updates import check_steps
-from autopart.schedules.stream import compensates, spelled
+from autopart.schedules.stream import check_name, compensates
 
 
 class Loop(Iterator[torch.Tensor]):
@@ -132,10 +132,10 @@ def train_loop(
       backward. With `compensate` (for SGD with momentum mu) the forward uses ``w - lr * D * v`` and a step is
       ``v' = mu v + g; w' = w - lr (mu^D v' + (1 - mu^D) / (1 - mu) g)``; without, any optimizer, as it is.
 
-    With a schedule that flushes, ``"1f1b"`` or ``"gpipe"``, weights are those of an ordinary loop:
-    ``w[t+1] = w[t] - lr * g_t(w[t])``. It is for models whose first layers are frozen (an encoder): these are computed
-    on the first rank for batch t+1 where it would wait while batch t is trained on, by the predicted timeline (2p
-    microbatches by default).
+    With a schedule that flushes (``"1f1b"``, ``"interleaved"``, ``"zb-h1"``, ...), weights are those of an ordinary
+    loop: ``w[t+1] = w[t] - lr * g_t(w[t])``. It is for models whose first layers are frozen (an encoder): these are
+    computed for batch t+1 where pipeline ranks would wait while batch t is trained on, by the predicted timeline, on
+    every rank that has the memory to hold them (2p microbatches by default).
 
     A batch is what the module takes: a tensor, a tuple of arguments, a dict of keyword arguments; with
     ``parallelize(loss_fn=...)`` a pair of that and the target. All have the sizes of the first one but for the number
@@ -163,7 +163,7 @@ def train_loop(
         raise TypeError(f"model: expected an nn.Module, not {type(model).__name__}")
     if isinstance(batches, Mapping | str | torch.Tensor) or not isinstance(batches, Iterable):
         raise TypeError(f"batches: expected an iterable of batches, such as a loader, not {type(batches).__name__}")
-    spelled(schedule, 1, None)  # refuses what is no asynchronous schedule
+    check_name(schedule)
     parallel: Parallel = model if isinstance(model, Parallel) else parallelize(model, **options)
     made = optimizer if isinstance(optimizer, torch.optim.Optimizer) else _made(optimizer, parallel)
     if {id(p) for group in made.param_groups for p in group["params"]}.isdisjoint(map(id, parallel.parameters())):

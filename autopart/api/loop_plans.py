@@ -2,30 +2,57 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from autopart.api import compiler
-from autopart.cluster import Cluster
-from autopart.ir.action import Kind
+from autopart.cluster import Cluster, parse_bytes
+from autopart.errors import PlanInfeasible
+from autopart.ir.action import Kind, Schedule
 from autopart.ir.captured import Captured
+from autopart.ir.cost import SegmentNumbers
 from autopart.ir.mesh import Mesh
 from autopart.ir.plan import Plan
+from autopart.ir.plan_text import format_bytes
 from autopart.ir.segmented import Segmented
+from autopart.ir.state import State
 from autopart.passes.costs import costs
-from autopart.passes.segment import segment
-from autopart.schedules.filling import Filled, fill_idle
+from autopart.passes.recompute import recompute
+from autopart.passes.segment import layers, segment
+from autopart.schedules import executable
+from autopart.schedules.filling import Filled
+from autopart.schedules.idle import fill_idle, steady
 from autopart.schedules.spell import make
 from autopart.schedules.stream import overlaps
-from autopart.solver.front import front_split
+from autopart.solver.front import even_split, front_split
 from autopart.solver.request import Pins
-from autopart.solver.timing import segment_seconds, timeline
+from autopart.solver.timing import action_seconds, exchange_seconds, segment_seconds
+
+FINER = 0.98
+"""A front is cut into more pieces where that makes the predicted step at least so much shorter."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Timed:
+    """What the stages of a loop with a frozen front take: a microbatch of each piece, of each stage, of a message."""
+
+    frozen: tuple[float, ...]
+    trained: tuple[dict[str, float], ...]
+    edge: float
+
+    def filled(self, schedule: Schedule, ranks: Sequence[int] | None = None) -> tuple[Filled, float, float]:
+        """The loop that some ranks fill, the seconds of its step, and the part of it that they wait."""
+        loop = fill_idle(schedule, self.trained, self.frozen, ranks=ranks, comm=self.edge)
+        found = steady(loop, self.trained, self.frozen, self.edge)
+        return loop, found.seconds, found.bubble
 
 
 def of_state(captured: Captured, schedule: str, mesh: Mesh, microbatches: int, *, batch: int, pins: Pins) -> Plan:
-    """The plan for ordinary calls of a model that has none when a loop begins: a stage a rank, parameters whole.
+    """The plan for ordinary calls of a model that has none when a loop begins: parameters whole, a stage a rank.
 
-    Where `schedule` flushes, the frozen layers in front are a stage of their own on the first rank, and ValueError is
-    raised if there are none.
+    Where `schedule` flushes, the stages are its, and the frozen layers in front are one or several before them, on the
+    rank of the first; ValueError is raised if there are none.
     """
     kept: Pins = {
         **pins,
@@ -35,18 +62,26 @@ def of_state(captured: Captured, schedule: str, mesh: Mesh, microbatches: int, *
         "schedule": "1f1b",
     }
     if not overlaps(schedule):
-        kept["stages"] = _with_front(captured, mesh, -(-batch // (mesh.degree("dp") * microbatches)), kept)
-        kept["schedule"] = _ordinary(schedule, mesh, microbatches)
+        size = -(-batch // (mesh.degree("dp") * microbatches))
+        trained = executable(make(schedule, ranks=mesh.degree("pp"), microbatches=microbatches))
+        kept["stages"], pieces = _with_front(captured, mesh, size, trained, kept)
+        kept["schedule"] = _ordinary(trained, pieces)
     return compiler.planned(captured, batch=batch, **kept)
 
 
-def of_loop(segmented: Segmented, plan: Plan, schedule: str, microbatches: int) -> Plan:
-    """The plan of a loop over the state of another plan.
+def of_loop(
+    segmented: Segmented, plan: Plan, schedule: str, microbatches: int, *, pins: Pins, state: State | None = None
+) -> Plan:
+    """The plan of a loop over the state of another plan, of which `state` says where parameters are already.
 
-    Raises ValueError where `schedule` flushes and that plan has no stage of frozen layers in front.
+    Raises ValueError where `schedule` flushes and that plan has no stage of frozen layers in front, PlanInfeasible
+    where the loop does not fit the memory.
     """
-    made = _endless(plan, schedule, microbatches) if overlaps(schedule) else _filled(plan, schedule)
-    return compiler.predicted(segmented, made)
+    if overlaps(schedule):
+        return compiler.predicted(segmented, _endless(plan, schedule, microbatches))
+    if plan.front:  # it is of such a loop itself
+        return compiler.predicted(segmented, plan)
+    return _filled(segmented, plan, schedule, pins, state)
 
 
 def _endless(plan: Plan, schedule: str, microbatches: int) -> Plan:
@@ -57,20 +92,53 @@ def _endless(plan: Plan, schedule: str, microbatches: int) -> Plan:
     return replace(plan, schedule=schedule, microbatches=microbatches, prediction=steady, notes=(*plan.notes, note))
 
 
-def _ordinary(schedule: str, mesh: Mesh, microbatches: int) -> str:
-    """What an ordinary call performs where loops fill the idle time of `schedule`, as a table."""
-    return str(Filled(make(schedule, ranks=mesh.degree("pp"), microbatches=microbatches), ()).one)
+def _ordinary(trained: Schedule, front: int) -> str:
+    """What an ordinary call performs where loops fill the idle time of a schedule, as a table."""
+    return str(Filled(trained, ((),) * trained.ranks, front).one)
 
 
-def _with_front(captured: Captured, mesh: Mesh, size: int, pins: Pins) -> list[str]:
-    """Where stages begin if the frozen layers are one and the others, by the time of microbatches of `size`, a rank's.
+def _cluster(pins: Pins, mesh: Mesh) -> Cluster:
+    return pins.get("cluster") or Cluster.preset("cpu", per_node=mesh.size)
 
-    Raises ValueError where nothing in front is frozen.
+
+def _with_front(captured: Captured, mesh: Mesh, size: int, trained: Schedule, pins: Pins) -> tuple[list[str], int]:
+    """Where the stages of a loop begin, by the time of microbatches of `size`; and how many of them are the front.
+
+    The front is cut into pieces where that makes the step shorter. Raises ValueError where nothing in front is frozen.
     """
-    segmented = segment(captured, cuts=compiler.named(pins.get("stages")))
-    cluster = pins.get("cluster") or Cluster.preset("cpu", per_node=mesh.size)
-    seconds = [sum(segment_seconds(cost.at(size), cluster)) for cost in costs(segmented)]
-    return [segmented.segments[i].name for i in front_split(seconds, _frozen(segmented), mesh.degree("pp"))]
+    segmented = _apart(captured, compiler.named(pins.get("stages")), trained.stages)
+    cluster = _cluster(pins, mesh)
+    numbers = [cost.at(size) for cost in costs(segmented)]
+    seconds = [sum(segment_seconds(each, cluster)) for each in numbers]
+    count = _frozen(segmented)
+    behind = front_split(seconds, count, trained.stages)
+    best: tuple[float, tuple[int, ...]] | None = None
+    for pieces in sorted({1, 2, 4, 8, count} & {*range(1, count + 1)}):
+        front = even_split(seconds[:count], pieces)
+        length = _timed(numbers, (*front, *behind), pieces, cluster, mesh).filled(trained)[1]
+        if best is None or length < FINER * best[0]:
+            best = length, front
+    assert best is not None, "a front of one piece there is"
+    return [segmented.segments[i].name for i in (*best[1], *behind)][1:], len(best[1])
+
+
+def _apart(captured: Captured, cuts: tuple[str, ...], stages: int) -> Segmented:
+    """The segments of a model; beside a large front, which leaves too few of the rest, every layer is one."""
+    segmented = segment(captured, cuts=cuts)
+    if len(segmented.segments) - _frozen(segmented) >= stages:
+        return segmented
+    return segment(captured, cuts=(*dict.fromkeys((*cuts, *layers(captured))),))
+
+
+def _timed(
+    numbers: Sequence[SegmentNumbers], starts: Sequence[int], front: int, cluster: Cluster, mesh: Mesh
+) -> _Timed:
+    """What stages that begin at these segments take, the first `front` being the front's."""
+    stages = [numbers[i:j] for i, j in pairwise([*starts, len(numbers)])]
+    taken = [action_seconds(stage, cluster, first=number == front) for number, stage in enumerate(stages)]
+    most = max((stage[0].boundary_bytes for stage in stages[1:]), default=0)
+    edge = cluster.link_latency + most / cluster.link_bandwidth if mesh.degree("pp") > 1 else 0.0
+    return _Timed(tuple(each["F"] for each in taken[:front]), tuple(taken[front:]), edge)
 
 
 def _frozen(segmented: Segmented) -> int:
@@ -79,25 +147,86 @@ def _frozen(segmented: Segmented) -> int:
     return next(trained, len(segmented.segments))
 
 
-def _filled(plan: Plan, schedule: str) -> Plan:
-    """Its idle time is filled with the forwards of its frozen layers. Raises ValueError for a plan without these."""
-    if plan.schedule != _ordinary(schedule, plan.mesh, plan.microbatches):
+def _filled(segmented: Segmented, plan: Plan, schedule: str, pins: Pins, state: State | None) -> Plan:
+    """Its idle time is filled with the forwards of its frozen layers, on the ranks that have room for these.
+
+    Raises ValueError for a plan without such layers, PlanInfeasible where what they make of a batch has no room.
+    """
+    trained = executable(make(schedule, ranks=plan.mesh.degree("pp"), microbatches=plan.microbatches))
+    front = len(plan.stages) - trained.stages
+    if front < 1 or plan.schedule != _ordinary(trained, front):
         raise ValueError(
             f"schedule: the model's plan has no stage of frozen layers in front that {schedule!r} goes with; train a "
             "model that has not been called yet, or in an ordinary loop"
         )
-    seconds = plan.prediction.stage_seconds
-    trained = make(schedule, ranks=plan.mesh.degree("pp"), microbatches=plan.microbatches)
-    parts = [{"F": each / 3, "B": 2 * each / 3, "I": 0.0, "W": 0.0} for each in seconds[1:]]
-    found = fill_idle(trained, parts, seconds[0])
-    front = {"F": seconds[0], "B": 0.0, "I": 0.0, "W": 0.0}
-    line = timeline(found.table(), [front, *parts])
-    windows = sum(map(bool, found.fills[:-1]))
-    note = (
-        f"frozen layers: the forwards of a batch fill {windows} idle windows of rank 0 while the one before it is "
-        f"trained on; {found.fills[-1]} of {found.batch} microbatches fit into none and come after them"
+    cluster, limit = _cluster(pins, plan.mesh), pins.get("memory")
+    most = cluster.memory if limit is None else parse_bytes(limit)
+    numbers = [cost.at(plan.largest) for cost in costs(recompute(segmented, plan.recompute))]
+    sizes = [0, *(len(stage.segments) for stage in plan.stages)]
+    timed = _timed(numbers, [sum(sizes[: i + 1]) for i in range(len(plan.stages))], front, cluster, plan.mesh)
+    ranks, notes = _holders(plan, front, state), list(plan.notes)
+    while True:
+        loop, seconds, bubble = timed.filled(trained, ranks)
+        step = replace(plan.prediction, step_seconds=seconds + _exchanged(plan, numbers, cluster), bubble=bubble)
+        made = compiler.predicted(
+            segmented,
+            replace(plan, schedule=str(loop.table()), prediction=step, front=front, helpers=loop.helpers),
+        )
+        full = {rank: nbytes for rank, nbytes in _grown(plan, made) if nbytes > most}
+        if not full:
+            return replace(made, notes=(*notes, _told(loop)))
+        if full.keys().isdisjoint(loop.helpers):
+            rank, nbytes = next(iter(full.items()))
+            raise PlanInfeasible(
+                f"memory: rank {rank} would hold {format_bytes(nbytes)}, more than the {format_bytes(most)} that there "
+                "are, with what the frozen layers make of the batch that comes next; train in an ordinary loop, or on "
+                "smaller batches"
+            )
+        notes += (
+            f"frozen layers: rank {rank} does not help, as it would hold {format_bytes(full[rank])} with them, more "
+            f"than the {format_bytes(most)} that there are"
+            for rank in loop.helpers
+            if rank in full
+        )
+        ranks = [rank for rank in ranks if rank not in full or rank not in loop.helpers]
+
+
+def _grown(before: Plan, after: Plan) -> Iterator[tuple[int, int]]:
+    """The pipeline ranks that hold more under the second plan, with what that is."""
+    for rank in range(after.mesh.degree("pp")):
+        stage = after.place.index(rank)
+        nbytes = after.prediction.memory[stage].total
+        if nbytes > before.prediction.memory[stage].total:
+            yield rank, nbytes
+
+
+def _holders(plan: Plan, front: int, state: State | None) -> list[int]:
+    """The pipeline ranks that may hold the front: all, or those that do where parameters are placed already."""
+    ranks = [*range(plan.mesh.degree("pp"))]
+    if state is None:
+        return ranks
+    units = [unit for unit in state.units if any(stage < front for stage in unit.stages)]
+    return [rank for rank in ranks if all(rank in unit.columns for unit in units)]
+
+
+def _exchanged(plan: Plan, numbers: Sequence[SegmentNumbers], cluster: Cluster) -> float:
+    """The seconds of a step's collectives on the data axis, which overlap nothing: those of the rank with most."""
+    degree, known = plan.mesh.degree("dp"), {each.name: each for each in numbers}
+    taken = [0.0] * plan.mesh.degree("pp")
+    for stage, rank in zip(plan.stages, plan.place, strict=True):
+        mine = [known[name] for name in stage.segments]
+        modes = [plan.placement_of(name).on("dp") for name in stage.segments]
+        taken[rank] += exchange_seconds(mine, modes, degree, plan.microbatches, cluster)
+    return max(taken)
+
+
+def _told(loop: Filled) -> str:
+    """Who computes the front, to read."""
+    shares = [sorted({a.microbatch for gap in gaps for a in gap}) for gaps in loop.fills]
+    ranks = ", ".join(f"{len(share)} on rank {rank}" for rank, share in enumerate(shares) if share)
+    late = len({action.microbatch for gaps in loop.fills for action in gaps[-1]})
+    pieces = f", in {loop.front} pieces each" if loop.front > 1 else ""
+    return (
+        f"frozen layers: while ranks train on a batch, those of the next one's {loop.batch} microbatches are computed "
+        f"where they would wait: {ranks}{pieces}; {late} end after all else"
     )
-    steady = replace(
-        plan.prediction, step_seconds=line.makespan / found.shown, bubble=line.flush_bubble / line.makespan
-    )
-    return replace(plan, schedule=str(found.table()), prediction=steady, notes=(*plan.notes, note))

@@ -96,15 +96,16 @@ class Overlapped:
         buffers |= {constant.name: constant.tensor for constant in program.captured.constants}
         whole = {name: parameter.data for name, parameter in parameters.items()}
         trained = program.staged.trained()
+        place = program.plan.places(1, helpers=program.staged.helpers)
         held: dict[int, Versions] = {}
 
         def world(transport: Transport) -> LoopWorld:
             states = residence.states() if residence else States.viewing(program.state, mesh, transport.rank, whole)
             versions = {}
-            for stage in stages_of(program.plan.place, mesh.coordinate(transport.rank).get("pp", 0)):
+            for stage in stages_of(place, mesh.coordinate(transport.rank).get("pp", 0)):
                 names = frozenset(unit.name for unit in trained if stage in unit.stages)
                 versions[stage] = held.setdefault(stage, Versions(states.whole, names))
-            return LoopWorld(transport, mesh, program.plan.place, states, buffers, versions, self.updates)
+            return LoopWorld(transport, mesh, place, states, buffers, versions, self.updates)
 
         return self._ranks(world)
 

@@ -21,6 +21,7 @@ from autopart.api.plain import constants
 from autopart.api.ranks import Ranks
 from autopart.capture.call import Call
 from autopart.capture.pattern import Pattern
+from autopart.ir import plan_text
 from autopart.ir.captured import Captured
 from autopart.ir.mesh import Mesh, pieces
 from autopart.ir.plan import Plan
@@ -175,7 +176,8 @@ class Programs:
         mesh = known.mesh if known is not None else self.options.given_mesh() or Mesh.of({"pp": ranks.size})
         text, batch = spelled(schedule, mesh.degree("pp"), self.options.microbatches)
         if pinned is not None and overlaps(pinned.schedule) and not fits(pinned, text, batch):
-            raise ValueError(f"schedule: {text!r} is asked for, but the plan is of {pinned.schedule!r}; name that")
+            told = plan_text.schedule(pinned.schedule)
+            raise ValueError(f"schedule: {text!r} is asked for, but the plan is of {told!r}; name that")
         program = self._given(asked, loop=True) or self._overlapped(asked, ranks, residence, mesh, text, batch)
         compiled = self._compiled(program, asked, ranks)
         compiler.check_cut(asked.shares(program.plan), program.plan, compiled.least)
@@ -187,12 +189,13 @@ class Programs:
         captured = self._captured(asked)
         if self.plan is None and self.options.given_plan is not None:
             self.plan = self._planned(captured, asked.call.batch, ranks.size)
+        pins = self.options.pins(ranks.size)
         if self.plan is None:
-            size, pins = asked.call.batch, self.options.pins(ranks.size)
+            size = asked.call.batch
             self.plan = loop_plans.of_state(captured, schedule, mesh, batch, batch=size, pins=pins)
         segmented = segment(captured, cuts=self.plan.cuts)
-        plan = loop_plans.of_loop(segmented, self.plan, schedule, batch)
         state = residence.state if residence is not None else None
+        plan = loop_plans.of_loop(segmented, self.plan, schedule, batch, pins=pins, state=state)
         return compiler.lower(segmented, plan, state=state, check=self.options.verify)
 
     def _key(self, made: Made, asked: Asked) -> _Key:
@@ -261,9 +264,10 @@ class Programs:
         plan = self.plan
         if captured.training:
             if overlaps(plan.schedule):
+                told = "the schedule that it fills" if plan.front else repr(plan.schedule)
                 raise ValueError(
-                    f"plan: it is of a loop whose steps overlap ({plan.schedule!r}); train with autopart.train_loop("
-                    f"model, optimizer, batches, schedule={plan.schedule!r})"
+                    f"plan: it is of a loop whose steps overlap (schedule {plan_text.schedule(plan.schedule)}); train "
+                    f"with autopart.train_loop(model, optimizer, batches, schedule={told})"
                 )
             compiler.check_cut(asked.shares(plan), plan, least_samples(captured))
         segmented = segment(captured, cuts=plan.cuts)

@@ -1,82 +1,102 @@
 """The text of a loop whose idle time takes forwards of frozen layers, for the batch after the one that it trains on.
 
-As in `codegen.loop`, what outlives a step is in stores by name, and microbatches are counted over the whole loop.
+As in `codegen.loop`, what outlives a step is in stores by name, and microbatches are counted over the whole loop. A
+rank that has the frozen layers has a function ``frozen`` for them, or one for each of their stages; one that trains on
+what another rank made of them has ``arriving_s`` for what comes from stage s.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 
 from autopart.codegen.functions import indented
-from autopart.codegen.loop import function, once, reductions, store_names, total
+from autopart.codegen.loop import function, once, store_names, total
 from autopart.codegen.stages import stage_outputs, stage_prologue
 from autopart.codegen.step import action_lines, scheduled_lines
 from autopart.ir.action import Action, Kind, stages_of
 from autopart.ir.staged import Staged
-from autopart.schedules.filling import Filled, counts
+from autopart.schedules.filling import Filled
 
 
 def filled(staged: Staged, loop: Filled, column: int, degree: int) -> list[str]:
-    """The functions of pp rank `column`: ``step``, ``drain``, ``train``, and on the first one ``frozen``."""
-    first = column == 0
+    """The functions of pp rank `column`: ``step``, ``drain``, ``train``, and those of the frozen layers."""
+    edges = frozenset((edge.source, edge.target) for edge in staged.edges)
     doc = "A batch comes; the one before it is trained on."
-    lines = ["coming = batches.entering", "if not coming.start:"]
-    lines += ["    frozen(world, batches, coming)"] * first + ["    return {}"]
+    first = _ahead(staged, loop.first(edges)[column], 0, loop.batch)
+    lines = ["coming = batches.entering", "if not coming.start:", *indented([*first, "return {}"])]
     lines += [f"return train(world, batches, coming.start - {loop.batch}, coming)"]
     made = function("step(world, batches)", doc, lines, [])
     lines = [f"return train(world, batches, batches.count - {loop.batch}, range(0))"]
     made += function("drain(world, batches)", "No batch comes any more: train on the last one.", lines, [])
-    if first:
-        made += _frozen(staged)
-    return [*made, *_train(staged, loop, column, degree)]
+    row = loop.steady(edges)[column]
+    for stage in dict.fromkeys(a.stage for a in row if a.kind is Kind.F and a.microbatch >= loop.batch):
+        made += _frozen(staged, stage, row)
+    for source in dict.fromkeys(a.peer for a in row if a.kind is Kind.RECV and a.microbatch >= loop.batch):
+        made += _arriving(staged, source, row, loop.batch)
+    return [*made, *_train(staged, loop, column, degree, row)]
 
 
-def _frozen(staged: Staged) -> list[str]:
-    lines = ["for k in coming:", "    batch = batches.of(k)"]
-    lines += indented(once(staged, stage_prologue(staged, 0, Kind.F)))
-    lines += indented(action_lines(staged, Action(Kind.F, 0, 0), "k"))
-    lines = [f"{name} = {{}}" for name in stage_outputs(staged, 0)] + lines
+def _frozen(staged: Staged, stage: int, row: Sequence[Action]) -> list[str]:
+    """The forwards of one stage of the front on its rank, and where they send what they make."""
+    targets = sorted({a.peer for a in row if a.kind is Kind.SEND and a.stage == stage})
+    lines = [f"{name} = {{}}" for name in stage_outputs(staged, stage)]
+    lines += ["for k in coming:", "    batch = batches.of(k)"]
+    lines += indented(once(staged, stage_prologue(staged, stage, Kind.F)))
+    for action in (Action(Kind.F, stage, 0), *(Action(Kind.SEND, stage, 0, peer=target) for target in targets)):
+        lines += indented(action_lines(staged, action, "k"))
     doc = "Forwards of the layers that are not trained, for microbatches of the batch that comes."
-    return function("frozen(world, batches, coming)", doc, lines, store_names(staged, [0]))
+    return function(f"{_name(staged, stage)}(world, batches, coming)", doc, lines, store_names(staged, [stage]))
 
 
-def _train(staged: Staged, loop: Filled, column: int, degree: int) -> list[str]:
-    stages = stages_of(loop.one.place, column)
-    edges = frozenset((edge.source, edge.target) for edge in staged.edges)
+def _arriving(staged: Staged, source: int, row: Sequence[Action], batch: int) -> list[str]:
+    """What comes from a stage of the front on another rank, for microbatches of the batch that comes."""
+    taken = [a for a in row if a.kind is Kind.RECV and a.microbatch >= batch and a.peer == source]
+    targets = sorted({action.stage for action in taken})
+    lines = ["for k in coming:", "    batch = batches.of(k)"]
+    for target in targets:
+        lines += indented(action_lines(staged, Action(Kind.RECV, target, 0, peer=source), "k"))
+    doc = f"What stage {source} made of microbatches of the batch that comes: the frozen layers on another rank."
+    return function(f"arriving_{source}(world, batches, coming)", doc, lines, store_names(staged, targets))
+
+
+def _train(staged: Staged, loop: Filled, column: int, degree: int, row: Sequence[Action]) -> list[str]:
+    stages = [stage for stage in stages_of(loop.place, column) if not staged.is_front(stage)]
     lines = ["batch = batches.of(first)"]
-    read = dict.fromkeys(
-        name
-        for s in stages
-        for kind in staged.kinds(s)
-        if (s, kind) != (0, Kind.F)
-        for name in stage_prologue(staged, s, kind)
-    )
+    read = dict.fromkeys(name for s in stages for kind in staged.kinds(s) for name in stage_prologue(staged, s, kind))
     lines += once(staged, tuple(read))
     lines += [f"{name} = {{}}" for s in stages for name in stage_outputs(staged, s)]
-    row, fills = loop.batch_rows(edges)[column], loop.fills if column == 0 else ()
-    done = 0
-    for part, count in _parts(row, fills):
-        lines += scheduled_lines(staged, part, "first")
-        if count:
-            lines.append(f"frozen(world, batches, coming[{done}:{done + count}])")
-            done += count
-    for stage in stages:
-        lines += reductions(staged, stage, degree)
-        lines.append(f"world.update(stage={stage}, step=first // {loop.batch}, keep=0)")
+    for coming, part in groupby(row, lambda action: action.microbatch >= loop.batch):
+        if coming:
+            lines += _ahead(staged, [*part], loop.batch, loop.batch)
+        else:
+            lines += scheduled_lines(staged, [*part], "first")
+    units = [unit for unit in staged.trained() if degree > 1 and not {*stages}.isdisjoint(unit.stages)]
+    lines += [f'world.all_reduce("{unit.name}", axis="dp")' for unit in units] + ["world.wait()"] * bool(units)
+    lines += [f"world.update(stage={stage}, step=first // {loop.batch}, keep=0)" for stage in stages]
     lines.append(f"return {total(staged, stages)}")
-    doc = (
-        "Train on a batch, and where this rank would wait prepare the one that comes." if fills else "Train on a batch."
-    )
+    fills = any(a.kind is Kind.F and a.microbatch >= loop.batch for a in row)
+    doc = "Train on a batch" + ", and where this rank would wait prepare the one that comes" * fills + "."
     return function("train(world, batches, first, coming)", doc, lines, store_names(staged, stages))
 
 
-def _parts(row: Sequence[Action], fills: Sequence[int]) -> Iterator[tuple[Sequence[Action], int]]:
-    """The row cut where frozen forwards go, each part with how many come after it."""
-    waiting = list(fills)
-    part: list[Action] = []
-    for action in row:
-        if waiting and counts(action) and (count := waiting.pop(0)):
-            yield part, count
-            part = []
-        part.append(action)
-    yield part, sum(waiting)
+def _ahead(staged: Staged, part: Sequence[Action], first: int, batch: int) -> Iterator[str]:
+    """The calls for what a rank does for a batch that comes, whose microbatches are counted from `first`."""
+    calls = [(_called(staged, action), action.microbatch - first) for action in part if action.kind is not Kind.SEND]
+    spans: list[tuple[str, int, int]] = []
+    for name, k in dict.fromkeys(calls):  # what one stage hands to several of this rank's comes in one call
+        if spans and (spans[-1][0], spans[-1][2]) == (name, k):
+            spans[-1] = name, spans[-1][1], k + 1
+        else:
+            spans.append((name, k, k + 1))
+    for name, start, stop in spans:
+        which = "coming" if (start, stop) == (0, batch) else f"coming[{start}:{stop}]"
+        yield f"{name}(world, batches, {which})"
+
+
+def _called(staged: Staged, action: Action) -> str:
+    return _name(staged, action.stage) if action.kind is Kind.F else f"arriving_{action.peer}"
+
+
+def _name(staged: Staged, stage: int) -> str:
+    return "frozen" if staged.front == 1 else f"frozen_{stage}"

@@ -100,7 +100,7 @@ def _stores(staged: Staged, stream: Stream, stage: int) -> list[str]:
 
 def store_names(staged: Staged, stages: Sequence[int]) -> list[str]:
     """The names of the stores of some stages."""
-    return [line.split(" = ")[0].strip() for line in stores(staged, stages)]
+    return [*dict.fromkeys(line.split(" = ")[0].strip() for line in stores(staged, stages))]
 
 
 def _received(staged: Staged, stream: Stream, stage: int, *, late: bool) -> Iterator[str]:

@@ -95,6 +95,8 @@ def _header(staged: Staged, scheduled: Scheduled, plan: Plan, rank: int, held: S
 
 def _copy(staged: Staged, stage: int) -> str:
     """What a stage is in which copy of the model or slice of the sequence, or of which layer it is a part."""
+    if staged.helper(stage) >= 0:
+        return f" (stage {staged.home(stage)} again: where this rank would wait, it computes that a batch ahead)"
     if staged.is_part(stage):
         return f" (this rank's part of the output layer, of {staged.parts})"
     if staged.is_lookup(stage):

@@ -84,14 +84,14 @@ def begin_of_backward(row: Sequence[Action]) -> int:
 def edges(staged: Staged, stages: Sequence[int]) -> list[str]:
     """A function an edge that ends at one of the stages: what it carries, given the microbatch's size."""
     lines: list[str] = []
-    for edge in staged.edges:
-        if edge.target in stages and edge.source not in stages:
-            lines += ["", "", f"def edge_{edge.source}_{edge.target}(b):"]
-            lines += [f'    """What stage {edge.source} hands to stage {edge.target} for a microbatch of b samples."""']
-            lines += [
-                "    " + line
-                for line in call("return ", [f"({_spec(v)})" for v in edge.values] + [""] * (len(edge.values) == 1), "")
-            ]
+    crossing = [e for e in staged.edges if e.target in stages and e.source not in stages]
+    for (source, target), edge in {(staged.home(e.source), e.target): e for e in crossing}.items():
+        lines += ["", "", f"def edge_{source}_{target}(b):"]
+        lines += [f'    """What stage {source} hands to stage {target} for a microbatch of b samples."""']
+        lines += [
+            "    " + line
+            for line in call("return ", [f"({_spec(v)})" for v in edge.values] + [""] * (len(edge.values) == 1), "")
+        ]
     return [line.replace(", )", ",)") for line in lines]
 
 
@@ -136,7 +136,8 @@ def edge_name(staged: Staged, source: int, target: int) -> str:
     """The store of what a stage hands to another."""
     if staged.is_part(source) and staged.is_part(target):
         return f"sums_{source}_{target}"
-    return f"{'acts' if staged.onward(source, target) else 'grads'}_{source}_{target}"
+    kind = "acts" if staged.onward(source, target) else "grads"
+    return f"{kind}_{staged.home(source)}_{staged.home(target)}"
 
 
 def stores(staged: Staged, stages: Sequence[int]) -> list[str]:
@@ -145,7 +146,7 @@ def stores(staged: Staged, stages: Sequence[int]) -> list[str]:
     for edge in (e for e in staged.edges if e.source in stages or e.target in stages):
         local = "  # from stage to stage on this rank" if edge.source in stages and edge.target in stages else ""
         lines.append(f"    {edge_name(staged, edge.source, edge.target)} = world.store(){local}")
-    return lines
+    return [*dict.fromkeys(lines)]
 
 
 def scheduled_lines(staged: Staged, row: Sequence[Action], first: str = "") -> list[str]:
@@ -197,7 +198,7 @@ def send(staged: Staged, stage: int, to: int, k: str) -> str:
 
 def receive(staged: Staged, source: int, stage: int, k: str, batch: str = "batch") -> str:
     """The line by which a stage receives what another one has for it in microbatch `k`, of `batch`."""
-    like = f"edge_{source}_{stage}({batch}.sizes[{k}])"
+    like = f"edge_{staged.home(source)}_{stage}({batch}.sizes[{k}])"
     edge = edge_name(staged, source, stage)
     return f"{edge}[{k}] = world.recv({like}, stage={stage}, source={source}, microbatch={k})"
 

@@ -153,8 +153,9 @@ class Schedule:
     copies of the model: pipe 0 is that of `place`, pipe k + 1 that of ``mirrors[k]``, and a microbatch travels one
     pipe. With `barriers` of 1 or 2 the output layer is split over all ranks, which then perform an S and a T for each
     microbatch: the last stage's backward needs S of all ranks where one barrier is enough, else T. If the table has an
-    E and a D of each microbatch on each rank, the input embedding is split as well. Dependencies are derived from
-    these, never stored (`schedules.dependencies`).
+    E and a D of each microbatch on each rank, the input embedding is split as well. The first `anywhere` stages train
+    nothing: each of their forwards is on whichever rank performs it, and they have no backward. Dependencies are
+    derived from these, never stored (`schedules.dependencies`).
     """
 
     name: str
@@ -167,6 +168,7 @@ class Schedule:
     optimizer: Boundary = Boundary.BARRIER
     barriers: int = 0
     lengths: tuple[int, ...] = ()
+    anywhere: int = 0
 
     @property
     def portions(self) -> tuple[int, ...]:
@@ -211,15 +213,15 @@ class Schedule:
 
     def __str__(self) -> str:
         """One line a rank, actions separated by commas (the CSV form), after a line for each setting not the usual."""
-        usual = (Weights.SYNC, Boundary.BARRIER, 0, "")
-        given = (self.weights, self.optimizer, self.barriers, " ".join(map(str, self.lengths)))
+        usual = (Weights.SYNC, Boundary.BARRIER, 0, "", 0)
+        given = (self.weights, self.optimizer, self.barriers, " ".join(map(str, self.lengths)), self.anywhere)
         lines = [
             f"{name}: {value}" for name, value, plain in zip(SETTINGS, given, usual, strict=True) if value != plain
         ]
         return "\n".join([*lines, *(",".join(map(str, row)) for row in self.table)])
 
 
-SETTINGS = ("weights", "optimizer", "barriers", "lengths")
+SETTINGS = ("weights", "optimizer", "barriers", "lengths", "anywhere")
 """What the text of a schedule says beside its actions."""
 
 

@@ -102,6 +102,8 @@ class Plan:
     slices: int = 1  # the pieces into which the schedule cuts the sequence
     lengths: tuple[int, ...] = ()  # the tokens of each; without them, as even as can be
     precision: str | None = None  # what predicted memory takes the optimizer to keep, one of `PRECISIONS`
+    front: int = 0  # in a loop that computes the first stages, which train nothing, a batch ahead: how many these are
+    helpers: tuple[int, ...] = ()  # the further pp ranks that hold these stages, to compute them where they would wait
     alternatives: tuple[Alternative, ...] = ()  # the runners-up, one for each kind of choice
     facts: tuple[SegmentFact, ...] = ()  # what segments cost at the plan's microbatches, equal ones together
     took: float = field(default=0.0, compare=False)  # seconds of the search; no part of the plan, nor of its file
@@ -131,6 +133,12 @@ class Plan:
             raise ValueError("plan: the input embedding is split over the pipeline ranks where the output layer is")
         if self.slices < 1 or len(self.lengths) not in (0, self.slices):
             raise ValueError(f"plan: {self.slices} slices of the sequence cannot have the lengths {self.lengths}")
+        known = all(0 <= rank < len(columns) and rank != self.place[0] for rank in self.helpers)
+        if not (known and 0 <= self.front < len(self.stages) and (self.front or not self.helpers)):
+            raise ValueError(
+                f"plan: the pp ranks {self.helpers} cannot compute the first {self.front} stages for rank "
+                f"{self.place[0]}"
+            )
         if self.slices > 1 and self.tensor is not None:
             raise ValueError(
                 f"schedule: {plan_text.schedule(self.schedule)} cuts the sequence into {self.slices} slices, which is "
@@ -173,14 +181,16 @@ class Plan:
         """The pp rank of each stage, in the first copy of the model."""
         return tuple(self.mesh.coordinate(stage.ranks[0]).get("pp", 0) for stage in self.stages)
 
-    def places(self, copies: int, slices: int = 1) -> tuple[int, ...]:
+    def places(self, copies: int, slices: int = 1, *, helpers: int = 0) -> tuple[int, ...]:
         """The pp rank of each stage of the first `copies` copies of the model, one copy's after the other's.
 
         Those of the slices of the sequence likewise. The parts of an output layer that is split over the pp ranks are
-        further stages, and so are, after them, those of an input embedding.
+        further stages, and so are, after them, those of an input embedding, and the copies of the first stages that the
+        first `helpers` have.
         """
         parts = self.place * (bool(self.barriers) + self.lookup)
-        return sum(self.mirrors[: copies - 1], self.place) * slices + parts
+        fronts = tuple(rank for rank in self.helpers[:helpers] for _ in range(self.front))
+        return sum(self.mirrors[: copies - 1], self.place) * slices + parts + fronts
 
     def together(self, stage: int) -> tuple[int, ...]:
         """The stages that are held where a stage is in the first copy, by whichever copy."""

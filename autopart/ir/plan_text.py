@@ -52,8 +52,8 @@ def spans(names: Sequence[str], every: Sequence[str]) -> str:
 
 def schedule(text: str) -> str:
     """A plan's schedule in a line: its name, or the size of its table."""
-    rows = text.split("\n")
-    return f"by a table of {len(rows)} row{'s' * (len(rows) > 1)}" if re.match(r"\(*\d+[A-Z]", text) else text
+    rows = [line for line in text.split("\n") if ": " not in line]  # the others are settings
+    return f"by a table of {len(rows)} row{'s' * (len(rows) > 1)}" if re.match(r"\(*\d+[A-Z]", rows[0]) else text
 
 
 def rules(placements: Sequence[tuple[str, Placement]]) -> str:

@@ -45,6 +45,10 @@ class Staged:
     Where the output layer is split over the pipeline ranks, its `parts` are stages behind the others, one a rank: they
     have S and T in place of forward and backward. Where the lookup in the input embedding is, its parts, the
     `lookups`, are the last stages: what they make goes to the first one, which hands them its gradient.
+
+    In a loop that computes the first `front` stages a batch ahead, they have forwards alone, and other pipeline ranks
+    may have copies of them, to help: of S stages, front stage j of helper number i is number S + i `front` + j. A
+    microbatch passes one of these copies, which hands on what it makes as the front itself does, under its names.
     """
 
     sharded: Sharded
@@ -56,14 +60,16 @@ class Staged:
     parts: int = 0
     slices: int = 1
     lookups: int = 0
+    front: int = 0
+    helpers: int = 0
 
     @property
     def depth(self) -> int:
         """The number of stages that a microbatch passes: those of a copy of the model, in every slice.
 
-        The parts of an output layer, or of an input embedding, are not among them.
+        The parts of an output layer, or of an input embedding, are not among them, nor a helper's copies of the front.
         """
-        return (len(self.stages) - self.parts - self.lookups) // self.copies
+        return (len(self.stages) - self.parts - self.lookups - self.helpers * self.front) // self.copies
 
     def is_part(self, stage: int) -> bool:
         """Whether a stage is a part of the output layer."""
@@ -73,9 +79,23 @@ class Staged:
         """Whether a stage is a part of the input embedding."""
         return stage >= len(self.stages) - self.lookups
 
+    def home(self, stage: int) -> int:
+        """The stage of the front that a helper's one is a copy of; of any other stage itself."""
+        first = len(self.stages) - self.helpers * self.front
+        return (stage - first) % self.front if stage >= first else stage
+
+    def is_front(self, stage: int) -> bool:
+        """Whether a stage is one of the front, or a helper's copy of one."""
+        return self.home(stage) < self.front
+
+    def helper(self, stage: int) -> int:
+        """The number of the helper that has a stage's copy of the front; -1 for all other stages."""
+        first = len(self.stages) - self.helpers * self.front
+        return (stage - first) // self.front if stage >= first else -1
+
     def onward(self, source: int, target: int) -> bool:
         """Whether what one stage hands to another are activations: gradients go back."""
-        return self.is_lookup(source) or (source < target and not self.is_lookup(target))
+        return self.is_lookup(source) or (self.home(source) < target and not self.is_lookup(target))
 
     def in_order(self, stages: Collection[int]) -> tuple[int, ...]:
         """Some stages in the order in which a microbatch passes them forward."""
@@ -93,12 +113,14 @@ class Staged:
 
     def copy_of(self, stage: int) -> int:
         """The copy of the model that a stage belongs to; there is one where layers are in parts."""
-        return 0 if self.parts else stage // self.depth
+        return 0 if self.parts or self.helper(stage) >= 0 else stage // self.depth
 
     def kinds(self, stage: int) -> tuple[Kind, ...]:
         """The kinds of actions that a stage performs in a training step."""
         if self.is_part(stage):
             return Kind.S, Kind.T
+        if self.is_front(stage):
+            return (Kind.F,)
         return Kind.F, *(self.backwards[stage] if self.backwards else (Kind.B,))
 
     def phases(self, stage: int, kind: Kind) -> tuple[tuple[Segment, Phase], ...]:
@@ -155,8 +177,10 @@ class Staged:
         return tuple((target, values[made[target]]) for target in targets)
 
     def into(self, stage: int, *, forward: bool) -> tuple[Edge, ...]:
-        """The edges that end at a stage, in order of their source."""
-        return tuple(edge for edge in self.edges if edge.target == stage and self._onward(edge) == forward)
+        """The edges that end at a stage, in order of their source; from the front, not from copies of it elsewhere."""
+        helpers = (-1, self.helper(stage))
+        found = (edge for edge in self.edges if edge.target == stage and self._onward(edge) == forward)
+        return tuple(edge for edge in found if self.helper(edge.source) in helpers)
 
     def out_of(self, stage: int, *, forward: bool) -> tuple[Edge, ...]:
         """The edges that begin at a stage, in order of their target."""

@@ -33,14 +33,17 @@ def peak_activations(staged: Staged, scheduled: Scheduled, column: int, sizes: S
     of the caller's inputs are those inputs.
     """
     here = [stage for stage, place in enumerate(scheduled.schedule.place) if place == column]
-    held = [[stage for stage in here if staged.copy_of(stage) == copy] for copy in range(staged.copies)]
-    kept: dict[int, Kept] = {size: {} for size in set(sizes)}
-    for size, found in kept.items():
-        for stages in held:  # a microbatch travels one copy of the model, and shares nothing with the others
+    # The front is done here, as the stage that is first then, or elsewhere.
+    fronts, others = [s for s in here if staged.is_front(s)], [s for s in here if not staged.is_front(s)]
+    done = {a.microbatch for a in scheduled.table[column] if a.kind is Kind.F and a.stage in fronts}
+    kept: dict[tuple[int, bool], Kept] = {(size, k in done): {} for k, size in enumerate(sizes)}
+    for (size, mine), found in kept.items():
+        for copy in range(staged.copies):  # a microbatch travels one copy of the model, and shares nothing with others
+            stages = [*fronts * mine, *(stage for stage in others if staged.copy_of(stage) == copy)]
             found.update(_kept(staged, stages, size, whole))
     holders: list[frozenset[Holder]] = [frozenset()] * len(sizes)
     alive = [0] * len(sizes)
-    known: dict[tuple[int, frozenset[Holder]], int] = {}
+    known: dict[tuple[int, bool, frozenset[Holder]], int] = {}
     moves: dict[tuple[Kind, int, int], tuple[frozenset[Holder], frozenset[Holder]]] = {}
     peak = 0
     for action in scheduled.table[column]:
@@ -49,9 +52,9 @@ def peak_activations(staged: Staged, scheduled: Scheduled, column: int, sizes: S
             moves[what] = _moves(staged, *what)
         emptied, filled = moves[what]
         holders[k] = (holders[k] - emptied) | filled
-        key = sizes[k], holders[k]
+        key = sizes[k], k in done, holders[k]
         if key not in known:
-            storages = frozenset[Storage]().union(*(kept[sizes[k]][holder] for holder in holders[k]))
+            storages = frozenset[Storage]().union(*(kept[sizes[k], k in done][holder] for holder in holders[k]))
             known[key] = sum(nbytes for _, nbytes in storages)
         alive[k] = known[key]
         if action.kind in COMPUTE:
@@ -63,19 +66,24 @@ def _moves(staged: Staged, kind: Kind, stage: int, peer: int) -> tuple[frozenset
     """The holders that an action empties, and those that it fills, for its microbatch."""
     match kind:
         case Kind.SEND:
-            return frozenset({("edge", stage, peer)}), frozenset()
+            return frozenset({_edge(staged, stage, peer)}), frozenset()
         case Kind.RECV:
-            return frozenset(), frozenset({("edge", peer, stage)})
+            return frozenset(), frozenset({_edge(staged, peer, stage)})
         case Kind.F | Kind.B | Kind.I | Kind.W | Kind.S | Kind.T:
             taken, kept = stores_of(staged, stage, kind)
             edges_in, edges_out = stage_edges(staged, stage, kind)
-            emptied = [("edge", e.source, e.target) for e in edges_in] + [(taken, stage, stage)] * bool(taken)
-            filled = [("edge", e.source, e.target) for e in edges_out] + [(kept, stage, stage)] * bool(kept)
+            emptied = [_edge(staged, e.source, e.target) for e in edges_in] + [(taken, stage, stage)] * bool(taken)
+            filled = [_edge(staged, e.source, e.target) for e in edges_out] + [(kept, stage, stage)] * bool(kept)
             return frozenset(emptied), frozenset(filled)
         case Kind.OPT:
             return frozenset(), frozenset()
         case _:
             raise AssertionError(f"{kind} in a lowered row")
+
+
+def _edge(staged: Staged, source: int, target: int) -> Holder:
+    """What holds the values of an edge: that of the front where a helper has a copy of it."""
+    return "edge", staged.home(source), staged.home(target)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,13 +109,14 @@ def _kept(staged: Staged, stages: Sequence[int], batch: int, whole: bool) -> Kep
     saved: dict[str, list[Storage]] = {}  # by segment: what its forward kept
     kept: Kept = {}
     known: dict[int, _Local] = {}  # by function
+    homes = {staged.home(stage) for stage in stages}
 
     def perform(stage: int, kind: Kind) -> None:
         keeps: dict[str, list[Storage]] = {}
         for edge in stage_edges(staged, stage, kind)[0]:
-            if edge.source not in stages:
+            if staged.home(edge.source) not in homes:
                 at.update({v.name: (f"{v.name} at {stage}", v.nbytes(batch)) for v in edge.values})
-                kept["edge", edge.source, stage] = frozenset(at[v.name] for v in edge.values)
+                kept[_edge(staged, edge.source, stage)] = frozenset(at[v.name] for v in edge.values)
         for segment, phase in staged.phases(stage, kind):
             if id(phase.function) not in known:
                 known[id(phase.function)] = _Local.of(phase.function)
@@ -116,7 +125,7 @@ def _kept(staged: Staged, stages: Sequence[int], batch: int, whole: bool) -> Kep
         if kind in (Kind.F, Kind.S):
             saved.update(keeps)
         edges_out = stage_edges(staged, stage, kind)[1]
-        kept.update({("edge", e.source, e.target): frozenset(at[v.name] for v in e.values) for e in edges_out})
+        kept.update({_edge(staged, e.source, e.target): frozenset(at[v.name] for v in e.values) for e in edges_out})
         kept[stores_of(staged, stage, kind)[1], stage, stage] = frozenset(s for each in keeps.values() for s in each)
 
     order = staged.in_order(stages)

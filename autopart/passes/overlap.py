@@ -1,4 +1,4 @@
-"""What a step must be for the steps of a loop to overlap: one stage a rank, whole parameters, nothing kept between."""
+"""What a step must be for the steps of a loop to overlap: stages where it has them, whole parameters, no buffers."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from autopart.ir.segmented import Segmented
 from autopart.ir.staged import Staged
 from autopart.passes.recompute import recompute
 from autopart.schedules.build import build
+from autopart.schedules.filling import Filled
 from autopart.schedules.spell import is_table
-from autopart.schedules.stream import overlaps
+from autopart.schedules.stream import overlaps, stream_of
 
 
 def check_loop(staged: Staged, plan: Plan) -> None:
@@ -24,8 +25,9 @@ def check_loop(staged: Staged, plan: Plan) -> None:
 
 def _faults(staged: Staged, plan: Plan) -> Iterator[str]:
     captured, state, degree = staged.segmented.captured, staged.state, plan.mesh.degree("dp")
-    each = tuple(range(plan.mesh.degree("pp")))
-    if plan.mirrors or plan.place != ((0, *each) if is_table(plan.schedule) else each):
+    found = stream_of(plan)
+    place = found.place if isinstance(found, Filled) else tuple(range(plan.mesh.degree("pp")))
+    if plan.mirrors or plan.places(1, helpers=len(plan.helpers)) != place:
         yield (
             f"the plan has its {len(plan.place)} stages on the pipeline ranks {plan.place}, but a loop needs one stage "
             "on each, in order; plan with schedule='1f1b', or use a model that has not been called yet"

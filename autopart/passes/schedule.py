@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import groupby
 
 from autopart import schedules
 from autopart.codegen.moves import moves
@@ -18,6 +19,7 @@ from autopart.ir.staged import Staged
 from autopart.ir.state import Unit
 from autopart.passes.overlap import check_loop
 from autopart.schedules import placed
+from autopart.schedules.filling import Filled
 from autopart.schedules.lookups import looking_up
 from autopart.schedules.spell import AUTO, is_table
 from autopart.schedules.stream import overlaps, stream_of, table_of
@@ -64,7 +66,8 @@ def _endless(staged: Staged, plan: Plan) -> Scheduled:
     """The rows of a loop whose steps overlap, for as many batches as show a beginning, a middle and an end."""
     check_loop(staged, plan)
     found, edges = stream_of(plan), frozenset((edge.source, edge.target) for edge in staged.edges)
-    return Scheduled(built(plan), found.rows(edges, found.shown))
+    table = found.numbered() if isinstance(found, Filled) else built(plan)
+    return Scheduled(table, found.rows(edges, found.shown))
 
 
 def built(plan: Plan, *, training: bool = True) -> Schedule:
@@ -179,11 +182,13 @@ def with_collectives(staged: Staged, scheduled: Scheduled, degree: int) -> tuple
 
 def _with_updates(staged: Staged, row: Sequence[Action], degree: int) -> Iterator[Action]:
     """A row of a loop whose steps overlap, with the REDUCEs before each step of the optimizer."""
-    for action in row:
-        if action.kind is Kind.OPT and degree > 1:
-            units = (unit for unit in staged.trained() if action.stage in unit.stages)
+    for steps, part in groupby(row, lambda action: action.kind is Kind.OPT):
+        actions = [*part]
+        if steps and degree > 1:
+            stages = {action.stage for action in actions}
+            units = (unit for unit in staged.trained() if not stages.isdisjoint(unit.stages))
             yield from (Action(Kind.REDUCE, -1, -1, unit=unit.name) for unit in units)
-        yield action
+        yield from actions
 
 
 def _inside(

@@ -52,6 +52,14 @@ def segment(captured: Captured, *, cuts: Sequence[str] = ()) -> Segmented:
     return replace(build(replace(captured, nodes=nodes), names, home | sums), lookup=len(names) > count)
 
 
+def layers(captured: Captured) -> tuple[str, ...]:
+    """The outermost numbered modules (``h.3``) that read parameters, in order."""
+    parameters = {item.value.name for item in captured.of_kind("parameter")}
+    reading = (node for node in captured.nodes if not node.backward and not parameters.isdisjoint(node.refs()))
+    numbers = (next((path for path in around(node.module) if _numbered(path)), None) for node in reading)
+    return tuple(dict.fromkeys(path for path in numbers if path))
+
+
 def numbered(captured: Captured, cuts: tuple[str, ...]) -> tuple[list[Node], list[str], list[int]]:
     """The forward nodes, the names of the segments that `segment` makes, and each node's segment number."""
     forward = [node for node in captured.nodes if not node.backward]

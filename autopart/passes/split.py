@@ -52,12 +52,31 @@ def split(sharded: Sharded, plan: Plan, *, state: State | None = None) -> Staged
     copies = 1 + len(plan.mirrors) * segmented.captured.training
     if copies > 1:
         _check_copies(segmented.captured, plan)
+    front, helpers = (plan.front, len(plan.helpers)) if segmented.captured.training else (0, 0)
+    one = _edges(segmented, stages)
     edges = tuple(
         replace(edge, source=edge.source + first, target=edge.target + first)
         for first in range(0, copies * len(stages), len(stages))
-        for edge in _edges(segmented, stages)
+        for edge in one
     )
-    return Staged(sharded, stages * copies, edges, state, copies=copies, parts=parts, lookups=lookups, slices=slices)
+    edges += tuple(
+        replace(edge, source=edge.source + first, target=edge.target + first * (edge.target < front))
+        for first in range(len(stages), len(stages) + helpers * front, max(front, 1))
+        for edge in one
+        if edge.source < front
+    )
+    return Staged(
+        sharded,
+        stages * copies + stages[:front] * helpers,
+        edges,
+        state,
+        copies=copies,
+        parts=parts,
+        slices=slices,
+        lookups=lookups,
+        front=front,
+        helpers=helpers,
+    )
 
 
 def _divided(sharded: Sharded, stages: Stages, plan: Plan) -> tuple[Sharded, Stages, dict[str, Parameter]]:
@@ -137,8 +156,8 @@ def place(
 ) -> State:
     """Put every used parameter in a unit: a segment's own together, those of several segments alone.
 
-    A unit is on the stages that use it in every copy of the model, and in every slice of the sequence. `parts` are
-    those of parameters of the output layer, or the input embedding, by their targets.
+    A unit is on the stages that use it in every copy of the model, in every slice of the sequence, and on every helper.
+    `parts` are those of parameters of the output layer, or the input embedding, by their targets.
     """
     captured, pieces = segmented.captured, segmented.pieces()
     users: dict[str, list[tuple[int, str]]] = {}
@@ -156,7 +175,8 @@ def place(
         owner, grad = target if shared else used[0][1], item.requires_grad
         kind = _Kind(owner, shared, grad, grad and name in graded, item.value.dtype, modes)
         groups.setdefault(kind, []).append(target)
-    places = plan.places(1 + len(plan.mirrors), plan.slices)
+    places = plan.places(1 + len(plan.mirrors), plan.slices, helpers=len(plan.helpers))
+    fronts = len(places) - len(plan.helpers) * plan.front  # where the helpers' copies of the first stages begin
     depth = len(plan.stages) + plan.mesh.degree("pp") * (bool(plan.barriers) + plan.lookup)
     units: list[Unit] = []
     taken: Counter[str] = Counter()
@@ -170,7 +190,8 @@ def place(
             for target in targets
         )
         first = {number % depth for target in targets for number, _ in users[target]}
-        holders = tuple(s for s in range(len(places)) if s % depth in first)
+        homes = (s % depth if s < fronts else (s - fronts) % plan.front for s in range(len(places)))
+        holders = tuple(s for s, home in enumerate(homes) if home in first)
         columns = tuple(sorted({places[number] for number in holders}))
         units.append(Unit(name, parameters, kind.trainable, kind.modes, holders, columns))
     return State(tuple(units), tuple(item.target for item in captured.of_kind("buffer", "constant")), plan.bucket)

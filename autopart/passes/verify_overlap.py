@@ -21,7 +21,7 @@ from autopart.schedules.stream import Stream, table_of
 
 def used(text: Text, plan: Plan, stream: Stream | Filled) -> int:
     """Check that every action uses the version of the weights that the schedule says; the number of actions."""
-    wanted = versions(table_of(plan))
+    wanted = versions(stream.numbered() if isinstance(stream, Filled) else table_of(plan))
     checked = 0
     for event in text.events:
         if event.call != "version" or event.within is None:
@@ -39,14 +39,14 @@ def updates(text: Text, needed: Sequence[Needs], state: State, stream: Stream | 
     """Check gradients and the optimizer's steps; the number of contributions and of steps.
 
     Each stage steps once after the backwards of each batch, before those of the next one add to gradients, on what is
-    reduced over the data ranks, where there are several.
+    reduced over the data ranks, where there are several; one that trains nothing by design (of a front) never does.
     """
     contributions = check_contributions(text, needed, state)
     degree, steps = text.mesh.degree("dp"), 0
     for stage in text.stages:
         units = sorted(needed[stage].contributions)
         events = [e for e in text.events if _concerns(e, stage, units)]
-        for number in range(stream.shown):
+        for number in range(stream.shown if len(needed[stage].reads) > 1 else 0):
             place = next((i for i, event in enumerate(events) if event.call == "update"), len(events))
             _check_step(text, events[:place], events[place : place + 1], stage, number, stream)
             for unit in units if degree > 1 else ():

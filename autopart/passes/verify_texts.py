@@ -105,7 +105,8 @@ def read(program: Program, rank: int, batch: int, bodies: Bodies) -> Text:
 
 def _check_names(program: Program, rank: int, names: Mapping[str, object]) -> None:
     plan = program.plan
-    place = plan.places(program.staged.copies, program.staged.slices)
+    staged = program.staged
+    place = plan.places(staged.copies, staged.slices, helpers=staged.helpers)
     expected = {"RANK": rank, "MESH": dict(plan.mesh.axes), "PLACE": place, "MICROBATCHES": plan.microbatches}
     for name, value in expected.items():
         if name not in names:

@@ -51,22 +51,33 @@ def needs(staged: Staged, stage: int) -> Needs:
 
 
 def copies_travelled(texts: Sequence[Text], staged: Staged, microbatches: int) -> tuple[tuple[int, ...], ...]:
-    """The microbatches that each stage has to do with: all, or those that travel its copy of the model.
+    """The microbatches that each stage has to do with: all, or those that travel its copy of the model or the front.
 
     Raises VerificationError where one has actions in several copies.
     """
     found: dict[int, Action] = {}
+    fronts: dict[int, Action] = {}
     for text in texts:
         for action in text.performed:
+            if staged.is_front(action.stage):
+                other = fronts.setdefault(action.microbatch, action)
+                if staged.helper(action.stage) != staged.helper(other.stage):
+                    problem = f"{other} is of another copy of the frozen layers"
+                    raise fault("work", text.during(action), problem, "compute them once, on one rank")
+                continue
             other = found.setdefault(action.microbatch, action)
             if staged.copy_of(action.stage) != staged.copy_of(other.stage):
                 problem = f"{other} is in another copy of the model"
                 raise fault("work", text.during(action), problem, "a microbatch travels one copy, from end to end")
     copies = [staged.copy_of(found[k].stage) if k in found else 0 for k in range(microbatches)]
-    return tuple(
-        tuple(k for k, copy in enumerate(copies) if copy == staged.copy_of(stage))
-        for stage in range(len(staged.stages))
-    )
+    helpers = [staged.helper(fronts[k].stage) if k in fronts else -1 for k in range(microbatches)]
+
+    def passes(k: int, stage: int) -> bool:
+        if staged.is_front(stage):
+            return helpers[k] == staged.helper(stage)
+        return copies[k] == staged.copy_of(stage)
+
+    return tuple(tuple(k for k in range(microbatches) if passes(k, stage)) for stage in range(len(staged.stages)))
 
 
 def work(text: Text, needed: Sequence[Needs], state: State, travelled: Sequence[Sequence[int]], training: bool) -> int:
@@ -95,7 +106,7 @@ def _due(done: Mapping[Action, int], need: Needs, stage: int, k: int, training: 
     """The kinds of actions that a stage owes a microbatch: where it may do either, B if it does that."""
     if Kind.S in need.reads:
         return Kind.S, Kind.T
-    if not training:
+    if not training or need.reads.keys() == {Kind.F}:
         return (Kind.F,)
     if Kind.I not in need.reads or (Kind.B in need.reads and done.get(Action(Kind.B, stage, k))):
         return Kind.F, Kind.B

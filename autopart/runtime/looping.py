@@ -43,7 +43,7 @@ class Used:
 class LoopWorld(World):
     """One rank's world for a whole loop, with `versions` of the weights of each of its stages.
 
-    See `autopart.codegen.loop` for the text that calls it.
+    See `autopart.codegen.loop` and `filled` for the text that calls it.
     """
 
     def __init__(

@@ -73,7 +73,7 @@ def dependencies(schedule: Schedule, edges: Edges | None = None, known: Columns 
 
 def batch_size(schedule: Schedule) -> int:
     """How many microbatches make up one update of the weights: all, where no OPT is in the table."""
-    updates = sum(action.kind is Kind.OPT and action.stage == 0 for action in schedule.parts())
+    updates = sum(action.kind is Kind.OPT and action.stage == schedule.anywhere for action in schedule.parts())
     return schedule.microbatches // max(updates, 1)
 
 

@@ -14,13 +14,13 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from operator import itemgetter
 
 from autopart.ir.action import LOOKUPS, SHARED, Action, Kind, Schedule, Scheduled
 from autopart.schedules.dependencies import Edges, chain, dependencies
-from autopart.schedules.timing import run_time
+from autopart.schedules.timing import Interval, run_time
 from autopart.schedules.validate import Examined, examine, unit_cost
 
 MADE = frozenset({Kind.F, Kind.B, Kind.I})
@@ -31,6 +31,18 @@ ASIDE = SHARED | LOOKUPS
 
 Ends = Sequence[Sequence[float]]
 """When each action ends, row by row."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placing:
+    """What is put into a row of actions: it stands before step `slot` of the row, at the latest.
+
+    `time` is when the values of a transfer are made if the table runs at unit costs.
+    """
+
+    time: float
+    action: Action
+    slot: int
 
 
 def lower(schedule: Schedule, edges: Edges) -> Scheduled:
@@ -47,6 +59,12 @@ def lower(schedule: Schedule, edges: Edges) -> Scheduled:
     which are no messages of pairs, and a RECV stands before what waits for a longer one of them. Raises
     ValueError for edges between stages that are not there, and what `validate` raises.
     """
+    rows = zip(schedule.table, transfers(schedule, edges)[0], strict=True)
+    return Scheduled(schedule, tuple(merged(row, placed) for row, placed in rows))
+
+
+def transfers(schedule: Schedule, edges: Edges) -> tuple[list[list[Placing]], Sequence[Sequence[Interval]]]:
+    """What `lower` puts into each row, in the one order of all transfers; and when each action runs at unit costs."""
     count = schedule.stages * (1 + bool(schedule.barriers) + schedule.looks_up)
     for source, target in sorted(edges):
         if source == target or not {source, target} <= set(range(count)):
@@ -58,21 +76,19 @@ def lower(schedule: Schedule, edges: Edges) -> Scheduled:
         found = replace(found, needs=needs, intervals=run_time(schedule.table, needs, cost=unit_cost))
     ends = [[end for _, end in times] for times in found.intervals]
     waits = _waits(found, ends) if schedule.barriers and plain == edges else {}
-    transfers: list[list[Action]] = [[] for _ in schedule.table]
-    slots: list[list[int]] = [[] for _ in schedule.table]  # before which step of the row each must stand, at the latest
+    placed: list[list[Placing]] = [[] for _ in schedule.table]
     for need, number in _crossings(found, ends, edges - plain, schedule):
         producer, consumer = found.parts[need], found.parts[number]
         (source, made), (target, slot) = found.positions[need], found.positions[number]
         which = (producer.microbatch, producer.slice, producer.pipe)
         giver, taker = _number(producer, schedule), _number(consumer, schedule)
-        transfers[source].append(Action(Kind.SEND, giver, *which, taker))
-        slots[source].append(made + 1)
+        time = ends[source][made]
+        placed[source].append(Placing(time, Action(Kind.SEND, giver, *which, taker), made + 1))
         if target in waits:
-            held = bisect_right(waits[target], ends[source][made], key=itemgetter(1))
+            held = bisect_right(waits[target], time, key=itemgetter(1))
             slot = min([slot, *(at for at, _ in waits[target][held : held + 1])])
-        transfers[target].append(Action(Kind.RECV, taker, *which, giver))
-        slots[target].append(slot)
-    return Scheduled(schedule, tuple(map(_merge, schedule.table, transfers, slots)))
+        placed[target].append(Placing(time, Action(Kind.RECV, taker, *which, giver), slot))
+    return placed, found.intervals
 
 
 def _waits(found: Examined, ends: Ends) -> dict[int, list[tuple[int, float]]]:
@@ -121,13 +137,13 @@ def _crossings(found: Examined, ends: Ends, parts: Edges, schedule: Schedule) ->
     return ((need, number) for *_, number, need in crossings)
 
 
-def _merge(row: Sequence[Action], transfers: Sequence[Action], slots: Sequence[int]) -> tuple[Action, ...]:
-    """The row with its transfers in the order given, each as late as its slot and those after it allow."""
-    latest = [*accumulate(reversed(slots), min)][::-1]
-    merged: list[Action] = []
+def merged(row: Sequence[Action], placed: Sequence[Placing]) -> tuple[Action, ...]:
+    """The row with what is put into it in the order given, each as late as its slot and those after it allow."""
+    latest = [*accumulate((each.slot for each in reversed(placed)), min)][::-1]
+    made: list[Action] = []
     done = 0
-    for slot, transfer in zip(latest, transfers, strict=True):
-        merged += row[done:slot]
-        merged.append(transfer)
+    for slot, each in zip(latest, placed, strict=True):
+        made += row[done:slot]
+        made.append(each.action)
         done = slot
-    return (*merged, *row[done:])
+    return (*made, *row[done:])

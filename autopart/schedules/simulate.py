@@ -39,7 +39,8 @@ class Timeline:
     ranks wait for each other before the optimizer steps. `span_bubble` is the longest time from a rank's first start to
     its last end, - busy: what is lost when each rank steps alone. `peak_activations` counts, for each rank,
     microbatches on a rank-share (1 / number of the rank's stages in the pipe for each stage, and 1 / number of slices,
-    or its part of the lengths, for each slice), held from F to the end of B, or of W where they are split. `period` is
+    or its part of the lengths, for each slice), held from F to the end of B, or of W where they are split; stages that
+    train nothing (`Schedule.anywhere`) hold nothing. `period` is
     how much later the last of several iterations ends than the one before it.
     """
 
@@ -175,11 +176,12 @@ def _timeline(schedule: Schedule, rows: Rows, intervals: list[list[Interval]], i
 
 def _peak(schedule: Schedule, rank: int) -> float:
     """The most activations that a rank holds at once, which its order alone decides."""
-    parts = [part for action in schedule.table[rank] for part in action.parts]
+    trained = (part for action in schedule.table[rank] for part in action.parts if part.stage >= schedule.anywhere)
+    parts = list(trained)
     if all(part.kind is Kind.F for part in parts):
         return 0.0
     portions = schedule.portions
-    shares = [place.count(rank) * sum(portions) for place in schedule.places]
+    shares = [place[schedule.anywhere :].count(rank) * sum(portions) for place in schedule.places]
     whole = lcm(*(share for share in shares if share))
     change = {Kind.F: 1, **dict.fromkeys(ENDS, -1)}
     held = accumulate(change.get(part.kind, 0) * portions[part.slice] * (whole // shares[part.pipe]) for part in parts)

@@ -15,9 +15,10 @@ from inspect import signature
 
 from autopart.ir.action import SETTINGS, Action, Kind, Schedule, Weights
 from autopart.ir.plan import Plan
-from autopart.schedules import flush, stale
+from autopart.schedules import stale
 from autopart.schedules.build import build, read_name
 from autopart.schedules.dependencies import Edges, batch_size
+from autopart.schedules.executable import executable
 from autopart.schedules.family import check_count
 from autopart.schedules.filling import Filled
 from autopart.schedules.spell import is_table, make
@@ -119,18 +120,17 @@ def _stream(text: str, ranks: int, batch: int) -> Stream | Filled:
 
 
 def spelled(schedule: str, ranks: int, microbatches: int | None) -> tuple[str, int]:
-    """The text of an asynchronous schedule on so many pipeline ranks, and the microbatches of its batches.
+    """The text of a loop's schedule on so many pipeline ranks, and the microbatches of its batches.
 
     Without `microbatches` they are as many as the family has by itself. Raises ValueError for another schedule,
     TypeError for what is no text.
     """
     family, options = read_name(schedule)
-    if family in flush.FAMILIES:
-        count = 2 * ranks if microbatches is None else microbatches
-        return build(schedule, ranks=ranks, microbatches=count).name, count
     if family not in stale.FAMILIES:
-        taken = ", ".join(each.name for each in (*stale.FAMILIES, *flush.FAMILIES))
-        raise ValueError(f"schedule: {schedule!r} is none of a train_loop; it takes {taken}")
+        count = 2 * ranks if microbatches is None else microbatches
+        made = build(schedule, ranks=ranks, microbatches=count)
+        _check_fillable(made)
+        return made.name, count
     given = options.get("accumulate")
     if microbatches is not None and given not in (None, microbatches):
         raise ValueError(f"microbatches: {microbatches} contradict {schedule!r}")
@@ -148,12 +148,36 @@ def spelled(schedule: str, ranks: int, microbatches: int | None) -> tuple[str, i
     return build(text, ranks=ranks, microbatches=batch).name, batch
 
 
+def check_name(schedule: str) -> None:
+    """Raise ValueError or TypeError for what is no schedule of a loop, whatever its numbers are."""
+    family, _ = read_name(schedule)
+    if family in stale.FAMILIES:
+        spelled(schedule, 1, None)
+        return
+    try:
+        made = build(schedule, ranks=4, microbatches=8)
+    except ValueError:  # it is for other numbers, which are known at the first batch
+        return
+    _check_fillable(made)
+
+
+def _check_fillable(made: Schedule) -> None:
+    what = "two copies of the model" if made.mirrors else "slices of the sequence" if made.slices > 1 else ""
+    what = "an output layer in parts" if made.barriers else what
+    if what:
+        raise ValueError(
+            f"schedule: {made.name!r} is none of a train_loop, as it has {what}; it takes "
+            f"{', '.join(each.name for each in stale.FAMILIES)}, and for a model with frozen layers in front what has "
+            "one copy of it, whole sequences and a whole output layer, such as 1f1b, interleaved or zb-h1"
+        )
+
+
 def fits(plan: Plan, schedule: str, batch: int) -> bool:
     """Whether a plan whose steps overlap is one of what `spelled` says."""
     ranks = plan.mesh.degree("pp")
     if is_table(plan.schedule):
         found = stream_of(plan)
-        trained = make(schedule, ranks=ranks, microbatches=batch)
+        trained = executable(make(schedule, ranks=ranks, microbatches=batch))
         return isinstance(found, Filled) and found.trained.table == trained.table
     return spelled(plan.schedule, ranks, plan.microbatches) == (schedule, batch)
 

@@ -23,8 +23,9 @@ def read(text: str, *, name: str = "custom") -> Schedule:
     """The schedule that a CSV of actions denotes: a line a rank, cells such as ``0F3``. The inverse of ``str``.
 
     Empty cells (idle steps) and blank lines are skipped. Lines such as ``weights: stash`` give a setting (`SETTINGS`).
-    A stage of a pipe belongs to the first rank that uses it, and microbatches, slices and pipes are those up to the
-    highest number: `validate` finds what does not fit. Raises ValueError for a cell that is no action, a setting that
+    A stage of a pipe belongs to the first rank that uses it (of those that may be anywhere, to the rank of the stage
+    after them), and microbatches, slices and pipes are those up to the highest number: `validate` finds what does not
+    fit. Raises ValueError for a cell that is no action, a setting that
     there is not, or a stage number left out; TypeError for what is no text.
     """
     if not isinstance(text, str):
@@ -52,7 +53,10 @@ def read(text: str, *, name: str = "custom") -> Schedule:
         slices=1 + max(part.slice for _, part in parts),
         mirrors=tuple(tuple(place[stage] for stage in range(stages)) for place in places[1:]),
     )
-    return replace(made, **settings)
+    made = replace(made, **settings)
+    if not 0 < made.anywhere < stages:
+        return made
+    return replace(made, place=(made.place[made.anywhere],) * made.anywhere + made.place[made.anywhere :])
 
 
 def grid(table: Table, marks: Mapping[tuple[int, int], str]) -> str:
@@ -74,12 +78,12 @@ def grid(table: Table, marks: Mapping[tuple[int, int], str]) -> str:
 def _read_setting(number: int, line: str) -> tuple[str, Any]:
     """The name and the value of a setting."""
     name, value = (part.strip() for part in line.split(":", 1))
-    kinds: dict[str, Any] = dict(zip(SETTINGS, (Weights, Boundary, int, _numbers), strict=True))
+    kinds: dict[str, Any] = dict(zip(SETTINGS, (Weights, Boundary, int, _numbers, int), strict=True))
     try:
         return name, kinds[name](value)
     except (KeyError, ValueError):
         takes = f"weights: {' | '.join(Weights)}, optimizer: {' | '.join(Boundary)}, barriers: 0 | 1 | 2"
-        takes += ", lengths: the tokens of each slice"
+        takes += ", lengths: the tokens of each slice, anywhere: how many of the first stages train nothing"
         raise ValueError(f"schedule: line {number}: {line.strip()!r} is no setting; they are {takes}") from None
 
 

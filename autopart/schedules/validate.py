@@ -42,11 +42,11 @@ def validate(schedule: Schedule) -> None:
     Every stage of every pipe sits on one of the ranks and every rank has a stage; every microbatch travels one pipe;
     each (stage, microbatch, slice) has exactly one F and exactly one of B or the pair I, W, on the rank of its stage
     (no backward anywhere is a forward-only schedule), an S and a T where the output layer is split, and an E and, with
-    a backward, a D where the input embedding is; where weights
-    change inside the table every stage has the same number of OPTs, each after an equal share of the microbatches; an
-    action comes after what it needs on the same rank; and the table as a whole terminates under the chain of stages. A
-    schedule that passes also terminates under any other set of edges between stages, since the chain orders all of
-    them.
+    a backward, a D where the input embedding is; where weights change inside the table every stage has the same number
+    of OPTs, each after an equal share of the microbatches; stages that may be anywhere have an F a microbatch, on some
+    rank, and nothing else; an action comes after what it needs on the same rank; and the table as a whole terminates
+    under the chain of stages. A schedule that passes also terminates under any other set of edges between stages, since
+    the chain orders all of them.
     """
     examine(schedule)
 
@@ -100,6 +100,12 @@ def _check_settings(schedule: Schedule) -> None:
         raise ValueError(f"schedule {name!r}: an output layer split over the ranks needs one stage a rank and one pipe")
     if schedule.weights is not Weights.SYNC and schedule.mirrors:
         raise ValueError(f"schedule {name!r}: weights that change inside the table need one pipe")
+    plain = not schedule.mirrors and not schedule.barriers and schedule.slices == 1
+    if schedule.anywhere and not (plain and 0 < schedule.anywhere < schedule.stages):
+        raise ValueError(
+            f"schedule {name!r}: anywhere must be fewer than all {schedule.stages} stages, and 0 beside several pipes, "
+            f"slices or barriers, not {schedule.anywhere}"
+        )
 
 
 def _columns(schedule: Schedule, positions: Sequence[Position]) -> tuple[Columns, dict[int, Action]]:
@@ -121,7 +127,7 @@ def _columns(schedule: Schedule, positions: Sequence[Position]) -> tuple[Columns
                 if fault:
                     raise _refusal(schedule, {(rank, step): ""}, f"rank {rank}, step {step}: {part} {fault}")
                 if column is None:
-                    column = fits[key] = known[key] = {}
+                    column = fits[key] = known.setdefault(key, {})
                 if (before := column.setdefault(part.microbatch, number)) != number:
                     marks = {positions[before]: "", (rank, step): ""}
                     raise _refusal(schedule, marks, f"rank {rank}, step {step}: {part} is there twice")
@@ -141,6 +147,8 @@ def _fault(schedule: Schedule, rank: int, action: Action) -> str:
         return f"names slice {action.slice}, but slices are 0 to {schedule.slices - 1}"
     if not 0 <= action.pipe < len(schedule.places):
         return f"names pipe {action.pipe}, but pipes are 0 to {len(schedule.places) - 1}"
+    if action.stage < schedule.anywhere:
+        return "" if action.kind is Kind.F else "is of a stage that trains nothing, and has forwards alone"
     if schedule.rank(action) != rank:
         return f"is misplaced: stage {action.stage} belongs to rank {schedule.rank(action)}"
     if action.kind in SHARED and not schedule.barriers:
@@ -204,7 +212,7 @@ def _gaps(
             (Kind.I, split - has[Kind.I]),
             (Kind.W, split - has[Kind.W]),
         ]
-        wrong += [(Kind.B, everything - split - has[Kind.B])] if trains else []
+        wrong += [(Kind.B, everything - split - has[Kind.B])] if trains and stage >= schedule.anywhere else []
         wrong += [(kind, everything - has[kind]) for kind in (Kind.S, Kind.T)] if schedule.barriers else []
         wrong += [(kind, everything - has[kind]) for kind in looked]
         for order, (kind, microbatches) in enumerate(wrong):
@@ -215,7 +223,7 @@ def _gaps(
 def _check_updates(schedule: Schedule, positions: Sequence[Position], known: Columns) -> None:
     """Every stage has OPTs 0 to n - 1, and n divides the number of microbatches."""
     updates = 1 + max((n for (kind, *_), column in known.items() if kind is Kind.OPT for n in column), default=0)
-    for stage, number in product(range(schedule.stages), range(updates)):
+    for stage, number in product(range(schedule.anywhere, schedule.stages), range(updates)):
         if number not in known.get((Kind.OPT, stage, 0, 0), ()):
             raise _missing(schedule, Action(Kind.OPT, stage, number), positions, known)
     if schedule.microbatches % updates:
