@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 
 from autopart.ir.traffic import sent_bytes
-from autopart.runtime.distributed import _Outbox, join
+from autopart.runtime.distributed import join
 from autopart.runtime.local import run_ranks
+from autopart.runtime.outbox import Outbox
 from autopart.runtime.transport import Transport
 from tests.launch import launch
 
@@ -211,7 +212,7 @@ def test_messages(outcomes: list[dict[str, Any]]) -> None:
 
 
 def test_a_process_ends_after_its_sends_or_some_seconds() -> None:
-    outbox, taken = _Outbox(waits=True), threading.Event()
+    outbox, taken = Outbox(waits=True), threading.Event()
     outbox.post(cast(dist.Work, SimpleNamespace(wait=taken.wait)), torch.ones(1))
     outbox.settle(0.05)
     assert not taken.is_set()

@@ -6,8 +6,6 @@ import atexit
 import contextlib
 import functools
 import os
-import queue
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -15,11 +13,9 @@ import torch
 import torch.distributed as dist
 
 from autopart.errors import RankFailure
+from autopart.runtime.outbox import Outbox
 from autopart.runtime.transport import Pending, Traffic, check_asked, check_group, check_peer, check_pieces, payload
 from autopart.runtime.watch import Watch
-
-LINGER = 5.0
-"""Seconds that a process waits at its end for sends that nobody may take any more: its peers end within that."""
 
 _ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -70,7 +66,7 @@ class ProcessTransport:
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {tuple(range(self.size)): world}
         self._nccl = _backends(world).get(device.type) == "nccl"
         self._directions = (world, world)
-        self._outbox = _Outbox(waits=not self._nccl)
+        self._outbox = Outbox(waits=not self._nccl)
         self._traffic = Traffic()
         hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         self._watch = Watch(world, hosted=hosted) if self.size > 1 else None
@@ -94,6 +90,7 @@ class ProcessTransport:
             whole = tensor.detach().contiguous()
             with self._contact(f"a send to rank {peer}"):
                 work = dist.isend(_bytes(whole), peer, group=self._directions[peer > self.rank])
+                assert work is not None
                 self._outbox.post(work, whole)
         self._traffic.send(tensor)
 
@@ -305,56 +302,6 @@ class ProcessTransport:
                 rule = "every rank must make the same calls of the model, also for evaluation"
                 raise RankFailure(f"rank {self.rank}: {what} cannot happen: {why}; {rule}") from error
             raise RankFailure(f"rank {self.rank}: {what} failed: {error}") from error
-
-
-class _Outbox:
-    """Posted sends with the tensors they read. Where `waits`, a thread waits for each: gloo says nothing unasked."""
-
-    def __init__(self, *, waits: bool) -> None:
-        self._waits = waits
-        self._posted: list[tuple[dist.Work, torch.Tensor]] = []
-        self._queue: queue.Queue[tuple[dist.Work, torch.Tensor]] = queue.Queue()
-        self._error: RuntimeError | None = None
-        if waits:
-            threading.Thread(target=self._drain, name="autopart sends", daemon=True).start()
-            # An interpreter that ends while the thread is on its way back from gloo ends in an abort.
-            atexit.register(self.settle, LINGER)
-
-    def post(self, work: dist.Work | None, tensor: torch.Tensor) -> None:
-        """Keep the tensor until the work is done."""
-        assert work is not None
-        self._check()
-        if self._waits:
-            self._queue.put((work, tensor))
-        else:
-            self._posted = [each for each in self._posted if not each[0].is_completed()] + [(work, tensor)]
-
-    def flush(self) -> None:
-        """Return when all is done."""
-        self._queue.join()
-        for work, _ in self._posted:
-            _wait(work)
-        self._posted.clear()
-        self._check()
-
-    def settle(self, seconds: float) -> None:
-        """Return when all is done or has failed, as it has once the receiver is gone, or after some seconds."""
-        with self._queue.all_tasks_done:
-            self._queue.all_tasks_done.wait_for(lambda: not self._queue.unfinished_tasks, seconds)
-
-    def _check(self) -> None:
-        if self._error is not None:
-            raise self._error
-
-    def _drain(self) -> None:
-        while True:
-            work, _ = item = self._queue.get()
-            try:
-                _wait(work)
-            except RuntimeError as error:
-                self._error = error
-            del work, item, _
-            self._queue.task_done()
 
 
 @functools.lru_cache(maxsize=1)
