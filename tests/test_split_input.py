@@ -26,6 +26,7 @@ from autopart.schedules.lookups import with_lookups
 from autopart.testing import LocalWorld, assert_parity
 from autopart.testing.parity import adamw, compare, train
 from tests.launch import launch
+from tests.models import GPT
 from tests.test_verify import refused
 
 TOKENS, WIDTH = 13, 7
@@ -294,6 +295,23 @@ def test_bytes_are_as_predicted_and_parts_make_up_the_module(tied: bool, tmp_pat
     assert torch.equal(made[0][1], made[1][1]) and made[0][1].shape == (TOKENS, WIDTH)
     for losses in LocalWorld(2).run(then):
         assert losses == pytest.approx(made[0][2:], rel=1e-12)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("vocabulary", [32768, 262144])
+def test_ranks_hold_equal_memory(vocabulary: int, tied: bool) -> None:
+    """Two blocks of width 4096 a rank: the first has the positions besides, 2% of what it holds; parts are equal."""
+    with torch.device("meta"):
+        model = GPT(16, 4096, 32, vocabulary, 2048, skips=False, tied=tied).bfloat16()
+    ids = torch.zeros(8, 2048, dtype=torch.long)
+    step = captured_step(model, read(model, (ids, ids), {}), None, False, "direct")
+    pins: dict[str, Any] = {"cluster": autopart.Cluster.preset("h100-80", per_node=8), "memory": "4TiB"}
+    stages = [f"blocks.{2 * rank}" for rank in range(1, 8)]
+    plan = planned(step, schedule="vocab", mesh={"pp": 8}, microbatches=8, stages=stages, **pins)
+    held = [each.parameters + each.gradients + each.optimizer for each in plan.prediction.memory]
+    assert plan.lookup and max(held) <= 1.05 * min(held)
+    assert max(held) - min(held) <= 4 * 2 * 4096 * (2048 + 2)  # a parameter, its gradient, two moments of two bytes
 
 
 def gloo_rank() -> Any:
