@@ -38,17 +38,17 @@ class Layer(nn.Module):
         self.key, self.value = (nn.Linear(WIDTH, WIDTH // heads * shared) for _ in range(2))
         self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
 
-    def forward(self, x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.again:
-            return checkpoint(self.layer, x, mask, use_reentrant=False)
-        return self.layer(x, mask)
+            return checkpoint(self.layer, x, use_reentrant=False)
+        return self.layer(x)
 
-    def layer(self, x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    def layer(self, x: torch.Tensor) -> torch.Tensor:
         h = self.norm1(x)
         apart = (h.size(0), h.size(1), -1, WIDTH // self.heads)
         query, key, value = (part(h).view(apart).transpose(1, 2) for part in (self.query, self.key, self.value))
         mixed = F.scaled_dot_product_attention(
-            query, key, value, mask, is_causal=self.causal, enable_gqa=key.size(1) != self.heads, scale=0.4
+            query, key, value, is_causal=self.causal, enable_gqa=key.size(1) != self.heads, scale=0.4
         )
         x = x + self.out(mixed.transpose(1, 2).flatten(2))
         return x + self.down(F.gelu(self.up(self.norm2(x))))
@@ -62,7 +62,7 @@ class Linear(nn.Module):
         self.heads, self.norm = heads, nn.LayerNorm(WIDTH)
         self.query, self.key, self.value, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
 
-    def forward(self, x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = self.norm(x)
         parts = (part(h).unflatten(-1, (self.heads, -1)) for part in (self.query, self.key, self.value))
         query, key, value = (part.transpose(1, 2) for part in parts)
@@ -73,28 +73,19 @@ class Linear(nn.Module):
 
 
 class Model(nn.Module):
-    """Two layers between an embedding and a loss; `masked` hides keys, in places all of a block, and all from a few."""
+    """Two layers between an embedding and a loss."""
 
-    def __init__(
-        self, length: int, heads: int, shared: int, *, causal: bool, masked: bool, again: bool, linear: bool
-    ) -> None:
+    def __init__(self, length: int, heads: int, shared: int, *, causal: bool, again: bool, linear: bool) -> None:
         super().__init__()
         self.token, self.place = nn.Embedding(CLASSES, WIDTH), nn.Embedding(length, WIDTH)
         layer = Linear if linear else partial(Layer, heads, shared, causal=causal, again=again)
         self.layers = nn.ModuleList(layer() for _ in range(2))
         self.head = nn.Linear(WIDTH, CLASSES)
-        self.masked = masked
 
     def forward(self, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        at = torch.arange(ids.size(1), device=ids.device)
-        x = self.token(ids) + self.place(at)
-        mask = None
-        if self.masked:
-            near = (at.unsqueeze(0) - at.unsqueeze(1)).abs() < 4
-            seen = near & (ids != 0).unsqueeze(1) & (ids != 1).unsqueeze(2)
-            mask = torch.zeros(seen.shape, dtype=x.dtype).masked_fill(~seen, float("-inf")).unsqueeze(1)
+        x = self.token(ids) + self.place(torch.arange(ids.size(1)))
         for layer in self.layers:
-            x = layer(x, mask)
+            x = layer(x)
         return F.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
 
 
@@ -104,7 +95,6 @@ CASES: Mapping[str, dict[str, Any]] = {
     "causal": {"length": 24, "causal": True},
     "grouped": {"length": 24, "heads": 4, "shared": 1, "causal": True},
     "pairs": {"length": 23, "heads": 4, "shared": 2},
-    "masked": {"length": 23, "masked": True},
     "again": {"length": 24, "causal": True, "again": True},
     "heads": {"length": 24, "heads": 4, "shared": 4, "causal": True},
     "linear": {"length": 192, "linear": True},
@@ -116,7 +106,7 @@ CASES: Mapping[str, dict[str, Any]] = {
 def made(name: str) -> tuple[nn.Module, tuple[Any, ...], Segmented]:
     """A model in float64, its call, and its step in segments."""
     torch.manual_seed(0)
-    usual = {"heads": 1, "shared": 1, "causal": False, "masked": False, "again": False, "linear": False}
+    usual = {"heads": 1, "shared": 1, "causal": False, "again": False, "linear": False}
     model = Model(**{**usual, **CASES[name]}).double()
     ids = torch.randint(CLASSES, (SAMPLES, CASES[name]["length"]))
     args = ids, ids.roll(-1, 1)

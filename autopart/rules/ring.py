@@ -15,6 +15,9 @@ al. 2023, Striped Attention, arXiv 2311.09431). Its query i sees key j of place 
 to i if o <= r, else all below i. So each block is a triangle, causal attention by itself (in the second case without
 the first query and the last key), and all places have equally much to do. In consecutive pieces the last place would
 have twice that.
+
+Attention under a mask that is a tensor goes in no ring: where large finite numbers hide all keys from a query, as -1e9
+does, lse has lost how many keys a block has, and what one device makes of such a query could not be put together.
 """
 
 from __future__ import annotations
@@ -26,10 +29,10 @@ from typing import Any
 import torch
 
 from autopart.collectives import operator
-from autopart.ir.graph import Arg, Dim, Node, Value
+from autopart.ir.graph import Dim, Node, Value
 from autopart.ir.placed import Cut
 from autopart.rules.factor import Call, Rule, slots, times
-from autopart.rules.writer import Sent, Spread, Writer, anyhow, consecutive
+from autopart.rules.writer import Sent, Spread, Writer, anyhow
 
 aten = torch.ops.aten
 
@@ -63,39 +66,34 @@ def in_turn(nodes: Iterable[Node], degree: int) -> frozenset[int]:
     """The numbers of tokens that causal attention among `nodes` may deal out in turn."""
     found = set()
     for node in nodes:
-        if node.op.overloadpacket.__name__ in RINGS and dict(_given(node)).get("is_causal"):
+        if node.op.overloadpacket.__name__ in RINGS and any(s == "is_causal" and arg for s, _, arg in slots(node)):
             tokens = next((out.shape[DIM] for out in node.outs if out is not None), 0)
             if isinstance(tokens, int) and deal(0, tokens, degree) is not None:
                 found.add(tokens)
     return frozenset(found)
 
 
-def _given(node: Node) -> Iterator[tuple[str, Arg]]:
-    return ((slot, arg) for slot, _, arg in slots(node))
-
-
 def _ring(write: Callable[[Writer, Call], None], rounds: int) -> Callable[[Call, Rule], Spread | None]:
-    """Attention without dropout, of a number of tokens; `rounds` is how often things as large as keys and values go."""
+    """Attention without dropout and mask; `rounds` is how often things as large as keys and values go round."""
 
     def found(call: Call, rule: Rule) -> Spread | None:
         loops = dict(rule.operands)
         rows, columns = loops["query"][DIM], loops["key"][DIM]
         sizes = call.shape("query")[DIM], call.shape("key")[DIM]
-        causal, masked = call.args["is_causal"], call.has("attn_mask")
-        if len(rows) != 1 or len(columns) != 1 or call.args["dropout_p"] or not all(isinstance(n, int) for n in sizes):
+        causal = call.args["is_causal"]
+        if len(rows) != 1 or len(columns) != 1 or not all(isinstance(size, int) for size in sizes):
             return None
-        if causal and (masked or sizes[0] != sizes[1]):
+        if call.args["dropout_p"] or call.has("attn_mask") or (causal and sizes[0] != sizes[1]):
             return None
-        fits = dealt(sizes[1]) if causal else consecutive if masked else anyhow
         sends = (Sent("shift", "key"), Sent("shift", "value")) * rounds
-        return Spread(columns[0], write, fits, sends, rows, frozenset({"attn_mask"}), turns=True)
+        return Spread(columns[0], write, dealt(sizes[1]) if causal else anyhow, sends, rows, turns=True)
 
     return found
 
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """The keys and values that a place has in one turn, those of the place `hops` before it, and their mask.
+    """The keys and values that a place has in one turn, those of the place `hops` before it.
 
     `later`: under a causal mask, a query does not see the key in the same row.
     """
@@ -103,7 +101,6 @@ class _Block:
     hops: int
     key: Value
     value: Value
-    mask: Value | None
     later: bool
 
 
@@ -114,7 +111,7 @@ def _blocks(w: Writer, call: Call) -> Iterator[_Block]:
         if hops:
             key, value = _shifted(w, key, hops, "key"), _shifted(w, value, hops, "value")
         home = (w.place - hops) % w.degree
-        yield _Block(hops, key, value, _columns(w, home), bool(call.args["is_causal"]) and home > w.place)
+        yield _Block(hops, key, value, bool(call.args["is_causal"]) and home > w.place)
 
 
 def _shifted(w: Writer, x: Value, hops: int, name: str) -> Value:
@@ -129,16 +126,6 @@ def _shifted(w: Writer, x: Value, hops: int, name: str) -> Value:
 def _rows(x: Value, count: Dim) -> Value:
     """The shape of `x` with so many tokens."""
     return Value("", (*x.shape[:DIM], count, *x.shape[DIM + 1 :]), x.dtype)
-
-
-def _columns(w: Writer, place: int) -> Value | None:
-    """What the mask says of the keys of a place."""
-    mask = w.refs.get("attn_mask")
-    if mask is None or mask.shape[-1] == 1:
-        return mask
-    start, count = sum(map(_number, w.pieces[:place])), _number(w.pieces[place])
-    like = Value("", (*mask.shape[:-1], count), mask.dtype)
-    return w(aten.slice.Tensor, mask, len(mask.shape) - 1, start, start + count, like=like)
 
 
 def _number(size: Dim) -> int:
@@ -166,9 +153,8 @@ def _seeing(w: Writer, block: _Block, rows: tuple[Value, ...]) -> tuple[tuple[Va
     return tuple(_without(w, x, first=True) for x in rows), key, value
 
 
-def _keywords(call: Call, block: _Block) -> dict[str, Any]:
-    given = {"attn_mask": block.mask, "scale": call.args["scale"]}
-    return {name: arg for name, arg in given.items() if arg is not None}
+def _scale(call: Call) -> dict[str, Any]:
+    return {} if call.args["scale"] is None else {"scale": call.args["scale"]}
 
 
 # ---- forward ---------------------------------------------------------------------------------------------------------
@@ -180,11 +166,11 @@ def _forward(w: Writer, call: Call) -> None:
     total: tuple[Value, Value] | None = None
     for block in _blocks(w, call):
         found = _attended(w, call, block)
-        total = found if total is None else _merged(w, total, found, masked=block.mask is not None)
+        total = found if total is None else _merged(w, total, found)
     assert total is not None  # there are two places or more
     w.named(made, total[0])
     if lse is not None:
-        w.named(lse, _told(w, total[1]) if call.has("attn_mask") else total[1])
+        w.named(lse, total[1])
 
 
 def _attended(w: Writer, call: Call, block: _Block) -> tuple[Value, Value]:
@@ -196,35 +182,18 @@ def _attended(w: Writer, call: Call, block: _Block) -> tuple[Value, Value]:
     out = Value(w.unused(f"out_{block.hops}"), (*query.shape[:-1], value.shape[-1]), made.dtype)
     lse = Value(w.unused(f"lse_{block.hops}"), query.shape[:-1], precise)
     args = (query, key, value, 0.0, call.args["is_causal"])
-    w.put(w.node.op, args, (out, lse), _keywords(call, block))
+    w.put(w.node.op, args, (out, lse), _scale(call))
     if precise != out.dtype:
         out = w(aten._to_copy.default, out, like=Value("", out.shape, precise), dtype=precise)
-    if block.mask is not None:
-        lse = _unless_masked(w, lse, block.mask)
     if block.later:
         out, lse = _padded(w, out, first=True, fill=0.0), _padded(w, lse, first=True, fill=NONE)
     return out, lse
 
 
-def _unless_masked(w: Writer, lse: Value, mask: Value) -> Value:
-    """The kernel says 0 of queries that see no key of a block."""
-    most = w(aten.amax.default, mask, (-1,), like=Value("", mask.shape[:-1], mask.dtype))
-    seen = w(aten.ne.Scalar, most, NONE, like=Value("", most.shape, torch.bool))
-    return w(aten.where.ScalarOther, seen, lse, NONE, like=lse)
-
-
-def _told(w: Writer, lse: Value) -> Value:
-    """As the kernel says it: 0 of queries that see no key at all."""
-    seen = w(aten.ne.Scalar, lse, NONE, like=Value("", lse.shape, torch.bool))
-    return w(aten.where.ScalarOther, seen, lse, 0.0, like=lse)
-
-
-def _merged(w: Writer, one: tuple[Value, Value], other: tuple[Value, Value], *, masked: bool) -> tuple[Value, Value]:
+def _merged(w: Writer, one: tuple[Value, Value], other: tuple[Value, Value]) -> tuple[Value, Value]:
     """Attention to the keys of both, from attention to those of each."""
     (out, lse), (out2, lse2) = one, other
     weight = w(aten.sigmoid.default, w(aten.sub.Tensor, lse2, lse, like=lse), like=lse)
-    if masked:  # of two that saw nothing
-        weight = w(aten.nan_to_num.default, weight, 0.0, like=lse)
     column = w(aten.unsqueeze.default, weight, -1, like=Value("", (*lse.shape, 1), lse.dtype))
     return w(aten.lerp.Tensor, out, out2, column, like=out), w(aten.logaddexp.default, lse, lse2, like=lse)
 
@@ -262,7 +231,7 @@ def _gradients(w: Writer, call: Call, block: _Block, rows: tuple[Value, ...]) ->
         for out, like, name in zip(w.outs, (query, key, value), ("dq", "dk", "dv"), strict=True)
     ]
     args = (grad, query, key, value, out, lse, 0.0, call.args["is_causal"])
-    w.put(w.node.op, args, made, _keywords(call, block))
+    w.put(w.node.op, args, made, _scale(call))
     if not block.later:
         return tuple(made)
     return tuple(x and _padded(w, x, first=number == 0, fill=0.0) for number, x in enumerate(made))

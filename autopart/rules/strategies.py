@@ -132,7 +132,7 @@ def split(ruled: Ruled, cut: Cut, degree: int) -> Strategy | None:
         return None
     needs: list[tuple[str, TensorPlacement | None]] = []
     for slot, dims in ruled.operands():
-        shard = _split_of(ruled, dims, cut, degree, slot)
+        shard = _split_of(ruled, dims, cut, degree)
         other: TensorPlacement | None = None if _ignored(ruled, slot) else Replicate()
         needs.append((slot, shard or (Partial() if slot in added else other)))
     gives = tuple(
@@ -144,11 +144,11 @@ def split(ruled: Ruled, cut: Cut, degree: int) -> Strategy | None:
     return None if _adds_flags(ruled, made) else made
 
 
-def _split_of(ruled: Ruled, dims: Dims, cut: Cut, degree: int, slot: str = "") -> Shard | None:
+def _split_of(ruled: Ruled, dims: Dims, cut: Cut, degree: int) -> Shard | None:
     """How a tensor with these loops is split by a cut, and by those of loops that are split beside that."""
     assert ruled.rule is not None  # cuts are of its factors
     factors, spread = ruled.rule.factors, ruled.spread
-    cuts = spread.together(cut, slot) if spread is not None and spread.factor == cut.factor else (cut,)
+    cuts = spread.together(cut) if spread is not None and spread.factor == cut.factor else (cut,)
     return next((how for each in cuts if (how := shard_of(dims, factors, each, degree)) is not None), None)
 
 

@@ -63,7 +63,7 @@ class Writer:
         node = self.node
         made = tuple(Ref(a.name) if isinstance(a, Value) else a for a in args)
         single = len(op._schema.returns) == 1
-        keywords = tuple((key, Ref(a.name) if isinstance(a, Value) else a) for key, a in (kwargs or {}).items())
+        keywords = tuple((kwargs or {}).items())
         self.nodes.append(Node(op, made, keywords, tuple(outs), single, node.backward, node.module, node.source))
 
     def last(self, op: Any, *args: Any, **kwargs: Any) -> None:
@@ -116,9 +116,9 @@ class Sent:
 class Spread:
     """A blocked loop that may be split after all: `write` writes one place's nodes; results that lack the loop add up.
 
-    `beside` are loops that are split with it in the same way, where an operand or a result has one of them; the
-    operands in `whole` then have all of the loop itself. `sends` is what the places tell each other. `fits` says which
-    cuts may be, given the number of places. In `turns`, as many as there are places, all that a place has is read.
+    `beside` are loops that are split with it in the same way, of other operands and results. `sends` is what the places
+    tell each other. `fits` says which cuts may be, given the number of places. In `turns`, as many as there are places,
+    all that a place has is read.
     """
 
     factor: int
@@ -126,17 +126,15 @@ class Spread:
     fits: Callable[[Cut, int], bool]
     sends: tuple[Sent, ...] = ()
     beside: tuple[int, ...] = ()
-    whole: frozenset[str] = frozenset()
     turns: bool = False
 
     def allows(self, cut: Cut, degree: int) -> bool:
         """Whether the loop may be cut so."""
         return cut.factor == self.factor and self.fits(cut, degree)
 
-    def together(self, cut: Cut, slot: str = "") -> tuple[Cut, ...]:
-        """The cuts of all loops that `cut` splits, of which an operand's (or a result's) first one counts."""
-        others = tuple(Cut(factor, cut.outer, cut.unit) for factor in self.beside)
-        return others if slot in self.whole else (*others, cut)
+    def together(self, cut: Cut) -> tuple[Cut, ...]:
+        """The cuts of all loops that `cut` splits."""
+        return (cut, *(Cut(factor, cut.outer, cut.unit) for factor in self.beside))
 
 
 def consecutive(cut: Cut, degree: int) -> bool:
