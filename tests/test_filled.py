@@ -13,8 +13,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import autopart
+from autopart.api import compiler
 from autopart.errors import VerificationError
 from autopart.ir.action import Action, Kind
+from autopart.ir.mesh import pieces as pieces_of
 from autopart.ir.plan import Plan
 from autopart.ir.program import Program
 from autopart.testing import LocalWorld, reference_random
@@ -90,8 +92,9 @@ def check(every: Any, depth: int = 6) -> None:
 
 
 def check_counted(loop: Any) -> None:
-    """What the ranks of this process held, and performed where, is what the plan says."""
+    """What the ranks of this process held, sent, and performed where, is what the plan says."""
     plan = loop.program.plan
+    last = compiler.predicted_of(loop.program, pieces_of(6, plan.mesh.degree("dp"))).prediction
     for world in loop._running._worlds:
         here = plan.mesh.coordinate(world.transport.rank)
         memory = plan.prediction.memory[plan.place.index(here["pp"])]
@@ -99,6 +102,9 @@ def check_counted(loop: Any) -> None:
             memory.activations,
             memory.parameters,
         )
+        most, least = (each.sent_by(world.transport.rank) for each in (plan.prediction, last))
+        sent = world.transport.bytes_sent()
+        assert sent["send"] and all(3 * most[kind] + least[kind] == count for kind, count in sent.items())
     used = [[Action.parse(each.action) for each in rank] for rank in loop.used]
     fronts = [sum(a.kind is Kind.F and loop.program.staged.is_front(a.stage) for a in row) for row in used]
     columns = {plan.mesh.coordinate(rank)["pp"] for rank, count in enumerate(fronts) if count}

@@ -100,6 +100,14 @@ def test_tables_with_a_front_are_checked(before, after, message):
         validate(read(text.replace(before, after, 1)))
 
 
+def test_pieces_that_always_come_together_need_not_be_apart():
+    one, two, three, four = (Action(Kind.F, piece, 0) for piece in range(4))
+    trained = build("1f1b", ranks=1, microbatches=2)
+    later = tuple(Action(Kind.F, piece, 1) for piece in range(4))
+    fills = (((one, two), (), (three, four), later, ()),)
+    assert Filled(trained, fills, 4).parted() == (0, 2)
+
+
 def test_stages_that_train_nothing_hold_nothing():
     filled = somewhere("1f1b", 2, 4, 1, seed=0)
     assert filled.helpers == (1,)

@@ -29,8 +29,11 @@ from autopart.solver.front import even_split, front_split
 from autopart.solver.request import Pins
 from autopart.solver.timing import action_seconds, exchange_seconds, segment_seconds
 
+PIECES = (1, 2, 4, 8)
+"""Into how many pieces of about the same time a front is tried to be cut."""
+
 FINER = 0.98
-"""A front is cut into more pieces where that makes the predicted step at least so much shorter."""
+"""It is cut into more where that makes the predicted step at least so much shorter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,14 +115,21 @@ def _with_front(captured: Captured, mesh: Mesh, size: int, trained: Schedule, pi
     seconds = [sum(segment_seconds(each, cluster)) for each in numbers]
     count = _frozen(segmented)
     behind = front_split(seconds, count, trained.stages)
-    best: tuple[float, tuple[int, ...]] | None = None
-    for pieces in sorted({1, 2, 4, 8, count} & {*range(1, count + 1)}):
-        front = even_split(seconds[:count], pieces)
-        length = _timed(numbers, (*front, *behind), pieces, cluster, mesh).filled(trained)[1]
-        if best is None or length < FINER * best[0]:
-            best = length, front
-    assert best is not None, "a front of one piece there is"
-    return [segmented.segments[i].name for i in (*best[1], *behind)][1:], len(best[1])
+
+    def filled(front: Sequence[int]) -> tuple[Filled, float]:
+        return _timed(numbers, (*front, *behind), len(front), cluster, mesh).filled(trained)[:2]
+
+    front: tuple[int, ...] = (0,)
+    loop, best = filled(front)
+    for pieces in (each for each in PIECES[1:] if each <= count):
+        finer = even_split(seconds[:count], pieces)
+        found, length = filled(finer)
+        if length < FINER * best:
+            front, loop, best = finer, found, length
+    parted = tuple(front[piece] for piece in loop.parted())
+    if parted != front and filled(parted)[1] <= best:
+        front = parted
+    return [segmented.segments[i].name for i in (*front, *behind)][1:], len(front)
 
 
 def _apart(captured: Captured, cuts: tuple[str, ...], stages: int) -> Segmented:

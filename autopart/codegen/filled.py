@@ -1,8 +1,8 @@
 """The text of a loop whose idle time takes forwards of frozen layers, for the batch after the one that it trains on.
 
 As in `codegen.loop`, what outlives a step is in stores by name, and microbatches are counted over the whole loop. A
-rank that has the frozen layers has a function ``frozen`` for them, or one for each of their stages; one that trains on
-what another rank made of them has ``arriving_s`` for what comes from stage s.
+rank that computes frozen layers has a function ``frozen`` for them, which calls those of their stages where they have
+several; one that trains on what another rank made of them has ``arriving_s`` for what comes from stage s.
 """
 
 from __future__ import annotations
@@ -18,6 +18,9 @@ from autopart.ir.action import Action, Kind, stages_of
 from autopart.ir.staged import Staged
 from autopart.schedules.filling import Filled
 
+WHOLE = "frozen"
+"""The name of the function that computes all frozen layers."""
+
 
 def filled(staged: Staged, loop: Filled, column: int, degree: int) -> list[str]:
     """The functions of pp rank `column`: ``step``, ``drain``, ``train``, and those of the frozen layers."""
@@ -30,8 +33,13 @@ def filled(staged: Staged, loop: Filled, column: int, degree: int) -> list[str]:
     lines = [f"return train(world, batches, batches.count - {loop.batch}, range(0))"]
     made += function("drain(world, batches)", "No batch comes any more: train on the last one.", lines, [])
     row = loop.steady(edges)[column]
-    for stage in dict.fromkeys(a.stage for a in row if a.kind is Kind.F and a.microbatch >= loop.batch):
+    stages = sorted({a.stage for a in row if a.kind is Kind.F and a.microbatch >= loop.batch})
+    for stage in stages:
         made += _frozen(staged, stage, row)
+    if len(stages) > 1:
+        lines = ["for k in coming:", *(f"    {_name(staged, s)}(world, batches, range(k, k + 1))" for s in stages)]
+        doc = "All layers that are not trained, for microbatches of the batch that comes."
+        made += function(f"{WHOLE}(world, batches, coming)", doc, lines, [])
     for source in dict.fromkeys(a.peer for a in row if a.kind is Kind.RECV and a.microbatch >= loop.batch):
         made += _arriving(staged, source, row, loop.batch)
     return [*made, *_train(staged, loop, column, degree, row)]
@@ -82,21 +90,32 @@ def _train(staged: Staged, loop: Filled, column: int, degree: int, row: Sequence
 
 def _ahead(staged: Staged, part: Sequence[Action], first: int, batch: int) -> Iterator[str]:
     """The calls for what a rank does for a batch that comes, whose microbatches are counted from `first`."""
-    calls = [(_called(staged, action), action.microbatch - first) for action in part if action.kind is not Kind.SEND]
     spans: list[tuple[str, int, int]] = []
-    for name, k in dict.fromkeys(calls):  # what one stage hands to several of this rank's comes in one call
-        if spans and (spans[-1][0], spans[-1][2]) == (name, k):
-            spans[-1] = name, spans[-1][1], k + 1
+    # What one stage hands to several of this rank's comes in one call.
+    for name, k in dict.fromkeys(_calls(staged, [action for action in part if action.kind is not Kind.SEND])):
+        if spans and (spans[-1][0], spans[-1][2]) == (name, k - first):
+            spans[-1] = name, spans[-1][1], k - first + 1
         else:
-            spans.append((name, k, k + 1))
+            spans.append((name, k - first, k - first + 1))
     for name, start, stop in spans:
         which = "coming" if (start, stop) == (0, batch) else f"coming[{start}:{stop}]"
         yield f"{name}(world, batches, {which})"
 
 
-def _called(staged: Staged, action: Action) -> str:
-    return _name(staged, action.stage) if action.kind is Kind.F else f"arriving_{action.peer}"
+def _calls(staged: Staged, part: Sequence[Action]) -> Iterator[tuple[str, int]]:
+    """The function for each action, with its microbatch; one for all stages of the front where they come in a row."""
+    place = 0
+    while place < len(part):
+        action, run = part[place], part[place : place + staged.front]
+        pieces = [Action(Kind.F, action.stage + piece, action.microbatch) for piece in range(staged.front)]
+        if staged.home(action.stage) == 0 and run == pieces:
+            yield WHOLE, action.microbatch
+            place += staged.front
+        else:
+            name = _name(staged, action.stage) if action.kind is Kind.F else f"arriving_{action.peer}"
+            yield name, action.microbatch
+            place += 1
 
 
 def _name(staged: Staged, stage: int) -> str:
-    return "frozen" if staged.front == 1 else f"frozen_{stage}"
+    return WHOLE if staged.front == 1 else f"{WHOLE}_{stage}"

@@ -101,6 +101,15 @@ class Filled:
         ]
         return Schedule(self.trained.name, self.batch, self._table_place, tuple(rows))
 
+    def parted(self) -> tuple[int, ...]:
+        """The pieces of the front that do not always come right after the one before: others need not be apart."""
+        found = {0}
+        for gap in (gap for gaps in self.fills for gap in gaps):
+            for before, action in zip((None, *gap), gap, strict=False):
+                if before != replace(action, stage=action.stage - 1):
+                    found.add(action.stage)
+        return tuple(sorted(found))
+
     def table(self, batches: int = SHOWN) -> Schedule:
         """The table of a few batches; a forward of the front is on the rank that performs it."""
         place, count = self._table_place, batches * self.batch
