@@ -51,7 +51,7 @@ def _faults(staged: Staged, plan: Plan) -> Iterator[str]:
         if len(unit.columns) > 1 and unit.trainable:
             yield (
                 f"the parameter {first} is used on the stages {', '.join(map(str, unit.stages))}, whose steps come at "
-                "different times; untie it, or let both uses be on one stage (stages=)"
+                "different times; untie it, or let both uses be on one rank (stages=)"
             )
     for stage in range(len(staged.stages)):
         for target, _ in staged.updated(stage):
