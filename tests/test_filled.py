@@ -118,7 +118,7 @@ def check_counted(loop: Any) -> None:
 
 
 ROWS = [
-    ({"pp": 3}, 4, "1f1b", 20, (1, 2)),
+    ({"pp": 3}, 4, "1f1b", 12, (1, 2)),
     ({"pp": 2}, 4, "zb-v", 6, (1,)),
 ]
 SOAK = [
