@@ -129,10 +129,8 @@ def out_backward(world, b, B, dx, addmm_sum, y_part_, x, weight, bias):
     mm = aten.mm.default(mul_1_all, weight)
     t_1 = aten.t.default(mul_1_all)
     mm_1 = aten.mm.default(t_1, x)
-    sum_1 = aten.sum.dim_IntList(mul_1, [0], True)
-    # sum_1: Shard(1) -> Replicate() on tp
-    sum_1_all = world.all_gather_values(sum_1, axis="tp", dim=1, pieces=[2, 1])
-    view = aten.view.default(sum_1_all, [3])
+    sum_1 = aten.sum.dim_IntList(mul_1_all, [0], True)
+    view = aten.view.default(sum_1, [3])
     return mm, (mm_1, view)
 
 
