@@ -37,7 +37,6 @@ from autopart.passes.inside import crossing, inside
 from autopart.passes.judge import check_sums
 from autopart.passes.normalise import normalise
 from autopart.passes.overlap import check_recompute
-from autopart.passes.places import at_place
 from autopart.passes.predict import with_memory, with_traffic
 from autopart.passes.recompute import recompute, with_regions
 from autopart.passes.schedule import check_deferred
@@ -87,15 +86,15 @@ def _fitting(captured: Captured, pins: Pins) -> Pins:
 
 
 def _best(segmented: Segmented, batch: int, pins: Pins) -> Plan:
-    """The best plan; where the mesh has an axis for them, with tensors split inside segments."""
+    """The best plan; where the mesh has axes for them, with tensors split inside segments."""
     asked = tensor.asked(segmented.captured, batch, pins)
-    if asked is None:
+    if not asked:
         return _chosen(segmented, batch, pins)
     chosen = _chosen_inside(segmented, batch, pins, asked)
     return replace(chosen, notes=(*chosen.notes, *unruled(segmented)))
 
 
-def _chosen_inside(segmented: Segmented, batch: int, pins: Pins, asked: Inside) -> Plan:
+def _chosen_inside(segmented: Segmented, batch: int, pins: Pins, asked: Sequence[Inside]) -> Plan:
     """The plan around the fastest placement of tensors; if nothing fits with it, around one that holds less."""
     pins = {**pins, "placement": tensor.without_tensors(pins.get("placement"))}
     decided = tensor.decide(segmented, asked)
@@ -207,8 +206,7 @@ def _sharded(segmented: Segmented, plan: Plan, state: State | None) -> tuple[Sha
         if plan.barriers:  # an output layer in parts keeps its logits: to make them again takes as long as the rest
             again = tuple(name for name in again if name != plan.stages[-1].segments[-1])
         return (shard(recompute(segmented, again)),)
-    whole, placed = shard(segmented), tensor.placed_step(segmented, plan.tensor)
-    here = (at_place(segmented, placed, place, state=state) for place in range(plan.inside))
+    whole, here = shard(segmented), tensor.places(segmented, plan.tensor, state)
     return tuple(whole.of(recompute(each, plan.recompute)) for each in here)
 
 

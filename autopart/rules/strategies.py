@@ -82,6 +82,18 @@ def strategies(ruled: Ruled, cuts: Iterable[Cut], degree: int) -> tuple[Strategy
     return tuple(dict.fromkeys((_whole(ruled), *found, *(made for made in sums if not _adds_flags(ruled, made)))))
 
 
+def allowed(ruled: Ruled, strategy: Strategy, degree: int) -> bool:
+    """Whether a strategy is one of a node's."""
+    cut = strategy.cut
+    if cut is None or ruled.rule is None:
+        return strategy in strategies(ruled, (), degree)
+    return (
+        cut.factor in range(len(ruled.rule.factors))
+        and ruled.allows(cut, degree)
+        and strategy in strategies(ruled, (cut,), degree)
+    )
+
+
 def _adds_flags(ruled: Ruled, strategy: Strategy) -> bool:
     """Whether truth values are to be parts of a sum."""
     values = [operand.value for operand in ruled.call.operands]

@@ -59,8 +59,18 @@ class _Wired:
     variables: tuple[str, ...]
 
 
-def place(segmented: Segmented, axis: Axis, pins: Mapping[str, Pin] | None = None, memory: int | None = None) -> Placed:
+def place(
+    segmented: Segmented,
+    axis: Axis,
+    pins: Mapping[str, Pin] | None = None,
+    memory: int | None = None,
+    *,
+    others: Sequence[Segmented] = (),
+) -> Placed:
     """The fastest placement of every value on an axis. `pins` are of parameters, by target.
+
+    Where other axes were placed before, `segmented` is the step of their first place, `others` those of the others:
+    they differ in numbers only, and what is chosen fits them all.
 
     What the caller passes and gets is whole at every place. A byte costs `TIE` in any case, so of layouts that are
     equally fast the smaller is taken. Where `memory` (bytes) binds, it is the fastest of those that are fastest at some
@@ -70,12 +80,12 @@ def place(segmented: Segmented, axis: Axis, pins: Mapping[str, Pin] | None = Non
     """
     pins = dict(pins or {})
     _known(segmented, pins)
-    wired = _wired(segmented, axis, pins, _whole(segmented))
+    wired = _wired(segmented, axis, pins, _whole(segmented), others)
     domains = _domains(wired)
     try:
         found = _at(wired, domains, pins, axis, TIE)
     except MemoryError:  # what passes between segments is too entangled: all of it is whole
-        wired = _wired(segmented, axis, pins, _whole(segmented) | set(_passing(segmented)))
+        wired = _wired(segmented, axis, pins, _whole(segmented) | set(_passing(segmented)), others)
         domains = _domains(wired)
         found = _at(wired, domains, pins, axis, TIE)
     if memory is None or found.memory <= memory:
@@ -108,7 +118,9 @@ def _passing(segmented: Segmented) -> Iterator[str]:
         yield from (*segment.values, *segment.outputs, *segment.backward_inputs, *segment.backward_outputs)
 
 
-def _wired(segmented: Segmented, axis: Axis, pins: Mapping[str, Pin], whole: Collection[str]) -> list[_Wired]:
+def _wired(
+    segmented: Segmented, axis: Axis, pins: Mapping[str, Pin], whole: Collection[str], others: Sequence[Segmented]
+) -> list[_Wired]:
     users = Counter(target for segment in segmented.segments for target in segment.parameters)
     outside = {target for target, count in users.items() if count > 1}
     layouts: dict[object, tuple[BodyLayout, Eliminated]] = {}
@@ -121,7 +133,8 @@ def _wired(segmented: Segmented, axis: Axis, pins: Mapping[str, Pin], whole: Col
         key = segment.body, units, tuple(pinned.items())
         if key not in layouts:
             shared = {unit.split()[-1] for unit, name in wires.items() if name in whole}
-            layouts[key] = _solvable(body, segment, axis, shared, pinned, units)
+            alike = [other.bodies[segment.body] for other in others]
+            layouts[key] = _solvable(body, segment, axis, shared, pinned, units, alike)
         layout, usual = layouts[key]
         choices = tuple(layout.choices(unit) for unit in units)
         found.append(_Wired(layout, usual, units, choices, tuple(wires[unit] for unit in units)))
@@ -135,13 +148,14 @@ def _solvable(
     whole: Collection[str],
     pins: Mapping[str, Pin],
     units: Sequence[str],
+    others: Sequence[Body],
 ) -> tuple[BodyLayout, Eliminated]:
     """The layout of a body, solved at the usual price; of one too entangled for that, in which nothing is split."""
-    layout = layout_of(body, segment, axis, whole, pins)
+    layout = layout_of(body, segment, axis, whole, pins, others=others)
     try:
         return layout, solve(layout.layout, units, TIE, LARGEST)
     except MemoryError:
-        layout = layout_of(body, segment, axis, whole, pins, split=False)
+        layout = layout_of(body, segment, axis, whole, pins, split=False, others=others)
         return layout, solve(layout.layout, units, TIE)
 
 

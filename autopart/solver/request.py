@@ -21,8 +21,8 @@ from autopart.solver.counts import check_counts
 Rules = tuple[tuple[str, Placement], ...]
 """(pattern, placement), the first match holds; the last pattern is '*'."""
 
-INSIDE = ("tp", "cp", "ep")
-"""The axes that split the tensors inside segments; a mesh has at most one of them."""
+INSIDE = ("tp", "ep", "cp")
+"""The axes that split the tensors inside segments, in the order in which they are placed: the fastest links first."""
 
 Pair = tuple[tuple[SegmentCost, ...], tuple[SegmentCost | None, ...]]
 """What segments cost, plain and recomputed."""
@@ -81,7 +81,7 @@ class Request:
     ranks: int | None = None  # the pipeline ranks that the schedule is for, where it is for no other number
     output: SegmentCost | None = None  # the output layer, where the schedule splits it over the pipeline ranks
     free: bool = False  # whether the solver chooses what is recomputed
-    degree: int = 1  # of the tensor axis that `costs` are of
+    degree: int = 1  # the places on the tensor axes that `costs` are of
     others: tuple[tuple[int, Pair], ...] = ()  # the costs at other degrees
     tensors: tuple[TensorPlan, ...] = ()  # what is decided inside segments, for each degree above 1
 
@@ -102,7 +102,8 @@ class Request:
 
     def tensor_on(self, mesh: Mesh) -> TensorPlan | None:
         """What is decided inside segments on a mesh, None where it has no axis for that."""
-        return next((each for each in self.tensors if each.degree == mesh.degree(each.axis)), None)
+        sizes = {axis: mesh.degree(axis) for axis in INSIDE if mesh.degree(axis) > 1}
+        return next((each for each in self.tensors if {one.axis: one.degree for one in each.axes} == sizes), None)
 
     def again(self, places: Collection[int]) -> Request:
         """The request with some more segments recomputed."""
@@ -217,8 +218,8 @@ def resolve(
         ranks=fixed.ranks if fixed is not None else None,
         output=output,
         free=recompute is None,
-        degree=1 if tensor is None else tensor.degree,
-        others=tuple((each.degree, _pair(plain, again, wanted, batch)) for each, plain, again in degrees),
+        degree=1 if tensor is None else tensor.places,
+        others=tuple((each.places, _pair(plain, again, wanted, batch)) for each, plain, again in degrees),
         tensors=tensors,
     )
     _check_inside(request)
@@ -281,16 +282,12 @@ def _devices(devices: int | None, cluster: Cluster | None, mesh: Mesh | None) ->
 
 
 def pinned_mesh(mesh: Mapping[str, int] | Mesh | None) -> Mesh | None:
-    """A mesh pin as a mesh. Raises TypeError for what is none, ValueError for axes that no plan has together."""
+    """A mesh pin as a mesh. Raises TypeError for what is none, ValueError for axes that are not known."""
     if mesh is None:
         return None
     if not isinstance(mesh, Mesh | Mapping):
         raise TypeError(f"mesh: expected axis sizes such as {{'pp': 2, 'dp': 2}}, not {mesh!r}")
-    made = mesh if isinstance(mesh, Mesh) else Mesh.of(mesh)
-    split = [axis for axis, size in made.axes if axis in INSIDE and size > 1]
-    if len(split) > 1:
-        raise ValueError(f"mesh: {made} splits tensors on {' and '.join(split)}; use one of these, of their product")
-    return made
+    return mesh if isinstance(mesh, Mesh) else Mesh.of(mesh)
 
 
 def inside(mesh: Mesh) -> int:

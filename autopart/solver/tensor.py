@@ -17,12 +17,13 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from autopart.ir.graph import Size, Value
+from autopart.ir.graph import Node, Size, Value
 from autopart.ir.placed import Cut, Move, PlacedBody, PlacedFunction, Strategy
 from autopart.ir.placement import Partial, Replicate, Shard, TensorPlacement
 from autopart.ir.segmented import Body, Function, Segment
 from autopart.rules.alias import roots
-from autopart.rules.strategies import Ruled, split, strategies
+from autopart.rules.split import fits
+from autopart.rules.strategies import Ruled, allowed, split, strategies
 from autopart.solver.axis import Axis
 from autopart.solver.layout import Layout, Option, Unit, flows, tree
 
@@ -115,14 +116,33 @@ def _need(units: Sequence[Unit], chosen: Mapping[str, Option], unit: str, value:
     return need
 
 
+def _joined(body: Body, late: Mapping[str, str]) -> tuple[list[Node], dict[str, Value]]:
+    """The nodes of forward and backward in a row, and every value; those in `late` have that name in the backward."""
+    backward = body.backward or Function((), (), ())
+    values = {value.name: value for value in body.forward.inputs}
+    values |= {name: replace(v, name=name) for v in backward.inputs for name in (late.get(v.name, v.name),)}
+    nodes = [*body.forward.nodes, *(node.renamed(late) for node in backward.nodes)]
+    for node in nodes:
+        values |= {out.name: out for out in node.outs if out is not None}
+    return nodes, values
+
+
+def _alike(ruled: Ruled, node: Node, values: Mapping[str, Value]) -> bool:
+    """Whether a node at another place, which differs in numbers at most, is equal in these, too."""
+    pairs = [(each.value, values[each.value.name]) for each in ruled.call.operands]
+    pairs += [(a, b) for a, b in zip(ruled.node.outs, node.outs, strict=True) if a is not None and b is not None]
+    return ruled.node.form == node.form and all(a.shape == b.shape for a, b in pairs)
+
+
 class _Build:
     """One body on its way to a layout."""
 
     def __init__(
-        self, body: Body, segment: Segment, axis: Axis, whole: Collection[str], pins: Mapping[str, Pin]
-    ) -> None:
+        self, body: Body, segment: Segment, axis: Axis, whole: Collection[str], pins: Mapping[str, Pin],
+        others: Sequence[Body] = (),
+    ) -> None:  # fmt: skip
         self.body, self.segment, self.axis, self.degree, self.whole = body, segment, axis, axis.degree, whole
-        self.pins = pins
+        self.pins, self.others = pins, others
         self.forward, backward = body.forward, body.backward or Function((), (), ())
         values, fixed = len(segment.values), len(segment.forward_fixed)
         names = [v.name for v in self.forward.inputs]
@@ -136,14 +156,8 @@ class _Build:
         self.parameters = owners
         made = backward.outputs[len(segment.backward_outputs) :] if body.backward is not None else ()
         self.gradients = [(owners.get(target), name) for target, name in zip(segment.gradients, made, strict=True)]
-        late = {v.name: v.name + LATER for v in backward.inputs if v.name not in self.back_given}
-        self.late = late
-        values_known = {v.name: v for v in self.forward.inputs}
-        values_known |= {late.get(v.name, v.name): replace(v, name=late.get(v.name, v.name)) for v in backward.inputs}
-        self.nodes = [*self.forward.nodes, *(node.renamed(late) for node in backward.nodes)]
-        for node in self.nodes:
-            values_known |= {out.name: out for out in node.outs if out is not None}
-        self.values = values_known
+        self.late = {v.name: v.name + LATER for v in backward.inputs if v.name not in self.back_given}
+        self.nodes, self.values = _joined(body, self.late)
         self.ruled = [Ruled.of(node, self.values) for node in self.nodes]
         self._alike: dict[str, str] = {}
         for owner, gradient in self.gradients:
@@ -155,6 +169,8 @@ class _Build:
         cuts, shards = self._candidates() if split else ([set[Cut]()] * len(self.nodes), {})
         options = [strategies(r, sorted(c, key=str), self.degree) for r, c in zip(self.ruled, cuts, strict=True)]
         options = options if split else [taken[:1] for taken in options]
+        for other in self.others:
+            options, shards = self._common(options, shards, other)
         pending = self._pending(options)
         self.places: dict[str, tuple[TensorPlacement, ...]] = {}
         for name in self.values:
@@ -222,6 +238,30 @@ class _Build:
         for out, given in zip(ruled.node.outs, made.gives, strict=True):
             if out is not None and isinstance(given, Shard):
                 yield out.name, given
+
+    def _common(
+        self, options: Sequence[tuple[Strategy, ...]], shards: Mapping[str, set[Shard]], other: Body
+    ) -> tuple[list[tuple[Strategy, ...]], dict[str, set[Shard]]]:
+        """Of the strategies and splits those that another place of the axes before can have, too."""
+        nodes, values = _joined(other, self.late)
+        common = []
+        for ruled, node, taken in zip(self.ruled, nodes, options, strict=True):
+            found = taken
+            if not _alike(ruled, node, values):
+                there = Ruled.of(node, values)
+                found = tuple(strategy for strategy in taken if allowed(there, strategy, self.degree))
+            if not found:
+                raise ValueError(
+                    f"mesh: {node.place()}{node.opname} runs on sizes that the axes before "
+                    f"{self.axis.name!r} make unlike at their places, and in no way that fits them all; use sizes of "
+                    "these axes that divide what they split, or leave one out"
+                )
+            common.append(found)
+        kept = {key: set(found) for key, found in shards.items()}
+        for name, value in values.items():
+            key = self._key(name)
+            kept[key] = {how for how in kept.get(key, ()) if fits(value, how, self.degree)}
+        return common, kept
 
     def _pending(self, options: Sequence[tuple[Strategy, ...]]) -> set[str]:
         """The values that some strategy needs or gives as a part of a sum."""
@@ -329,10 +369,12 @@ def layout_of(
     pins: Mapping[str, Pin] | None = None,
     *,
     split: bool = True,
+    others: Sequence[Body] = (),
 ) -> BodyLayout:
     """The layout of a body, whose formals are those of `segment`, on an axis. What is in `whole` passes it unsplit.
 
-    `pins` are of parameters, by local name. Without `split` nothing in the body is split: every place
+    `others` are the same body at other places of the axes before: what is chosen must fit them, too. `pins` are of
+    parameters, by local name. Without `split` nothing in the body is split: every place
     computes all of it. Raises ValueError for a pin that nothing in the body can keep, naming those that it can.
     """
-    return _Build(body, segment, axis, whole, pins or {}).build(split=split)
+    return _Build(body, segment, axis, whole, pins or {}, others).build(split=split)
