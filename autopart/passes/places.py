@@ -15,14 +15,14 @@ from dataclasses import replace
 
 from autopart.errors import VerificationError
 from autopart.ir.graph import Value
-from autopart.ir.placed import PlacedBody, PlacedStep
+from autopart.ir.placed import PlacedBody, PlacedFunction, PlacedStep
 from autopart.ir.placement import Replicate, Shard, TensorPlacement
-from autopart.ir.segmented import Body, Here, Segmented
+from autopart.ir.segmented import Body, Function, Here, Segmented, defined
 from autopart.ir.state import Piece, State
-from autopart.ir.tensor_plan import BodyChoice
 from autopart.passes.consistent import faults, step_faults
 from autopart.passes.localise import localise
 from autopart.rules.split import local_shape, span
+from autopart.rules.strategies import Ruled, equal, matching
 
 
 def check_places(segmented: Segmented, placed: PlacedStep) -> None:
@@ -46,8 +46,27 @@ def likewise(placed: PlacedStep, segmented: Segmented) -> PlacedStep:
     made: dict[int, PlacedBody] = {}
     for segment, body in zip(segmented.segments, placed.bodies, strict=True):
         if id(body) not in made:
-            made[id(body)] = BodyChoice.of(body).on(segmented.bodies[segment.body], placed.axis, placed.degree)
+            made[id(body)] = _body(body, segmented.bodies[segment.body])
     return replace(placed, bodies=tuple(made[id(body)] for body in placed.bodies))
+
+
+def _body(placed: PlacedBody, other: Body) -> PlacedBody:
+    backward = None
+    if placed.backward is not None:
+        assert other.backward is not None  # they differ in numbers only
+        backward = _function(placed.backward, other.backward, placed.degree)
+    return replace(placed, body=other, forward=_function(placed.forward, other.forward, placed.degree), backward=backward)
+
+
+def _function(part: PlacedFunction, other: Function, degree: int) -> PlacedFunction:
+    """The same placements for a function of other numbers; every node's strategy has them."""
+    mine, theirs = defined(part.function), defined(other)
+    found = []
+    for before, node, strategy in zip(part.function.nodes, other.nodes, part.strategies, strict=True):
+        if not equal(before, mine, node, theirs):
+            strategy = matching(Ruled.of(node, theirs), strategy, degree) or strategy  # the gate says what is wrong
+        found.append(strategy)
+    return replace(part, function=other, strategies=tuple(found))
 
 
 def at_place(

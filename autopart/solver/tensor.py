@@ -23,7 +23,7 @@ from autopart.ir.placement import Partial, Replicate, Shard, TensorPlacement
 from autopart.ir.segmented import Body, Function, Segment
 from autopart.rules.alias import roots
 from autopart.rules.split import fits
-from autopart.rules.strategies import Ruled, allowed, split, strategies
+from autopart.rules.strategies import Ruled, equal, matching, split, strategies
 from autopart.solver.axis import Axis
 from autopart.solver.layout import Layout, Option, Unit, flows, tree
 
@@ -125,13 +125,6 @@ def _joined(body: Body, late: Mapping[str, str]) -> tuple[list[Node], dict[str, 
     for node in nodes:
         values |= {out.name: out for out in node.outs if out is not None}
     return nodes, values
-
-
-def _alike(ruled: Ruled, node: Node, values: Mapping[str, Value]) -> bool:
-    """Whether a node at another place, which differs in numbers at most, is equal in these, too."""
-    pairs = [(each.value, values[each.value.name]) for each in ruled.call.operands]
-    pairs += [(a, b) for a, b in zip(ruled.node.outs, node.outs, strict=True) if a is not None and b is not None]
-    return ruled.node.form == node.form and all(a.shape == b.shape for a, b in pairs)
 
 
 class _Build:
@@ -247,9 +240,9 @@ class _Build:
         common = []
         for ruled, node, taken in zip(self.ruled, nodes, options, strict=True):
             found = taken
-            if not _alike(ruled, node, values):
+            if not equal(ruled.node, self.values, node, values):
                 there = Ruled.of(node, values)
-                found = tuple(strategy for strategy in taken if allowed(there, strategy, self.degree))
+                found = tuple(strategy for strategy in taken if matching(there, strategy, self.degree) is not None)
             if not found:
                 raise ValueError(
                     f"mesh: {node.place()}{node.opname} runs on sizes that the axes before "
