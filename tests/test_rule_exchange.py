@@ -1,4 +1,4 @@
-"""Collectives of one axis under every strategy on another: on a grid of places, each makes up what it would be whole."""
+"""Collectives of one axis under every strategy on another: on a grid of places they make up what one axis has."""
 
 from __future__ import annotations
 
@@ -68,9 +68,7 @@ def test_every_strategy_makes_up_the_whole(case: str) -> None:
         shapes.append(own)
     tensors = [torch.randn(shape, dtype=torch.float64) for shape in shapes]
     wanted = places._perform(kind, tensors, ("tp", *args))
-    rules = [
-        Ruled.of(node, {"x": Value("x", tuple(s), torch.float64)}) for node, s in zip(nodes, shapes, strict=True)
-    ]
+    rules = [Ruled.of(node, {"x": Value("x", tuple(s), torch.float64)}) for node, s in zip(nodes, shapes, strict=True)]
     found = strategies(rules[0], sorted(rules[0].cuts(2), key=str), 2)
     for strategy in found:
         alike = [matching(ruled, strategy, 2) for ruled in rules]
@@ -91,7 +89,9 @@ def test_every_strategy_makes_up_the_whole(case: str) -> None:
     assert any(how == Replicate() for _, how in found[0].needs)
 
 
-@pytest.mark.parametrize(("case", "placements"), [("gather", (Shard(1), Shard(1, 2))), ("scatter", (Shard(1, 4), Shard(1, 2)))])
+@pytest.mark.parametrize(
+    ("case", "placements"), [("gather", (Shard(1), Shard(1, 2))), ("scatter", (Shard(1, 4), Shard(1, 2)))]
+)
 def test_the_dim_itself_may_be_split_within_each_piece(case: str, placements: tuple[Shard, Shard]) -> None:
     """Each place's piece is split in two; of the whole dim these are runs, one a place."""
     kind, args, before, after = CASES[case]

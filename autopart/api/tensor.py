@@ -110,7 +110,8 @@ def decide(segmented: Segmented, asked: Sequence[Inside], memory: int | None = N
     Of `memory` bytes an axis may take what those after it could still divide. Raises ValueError for pins that cannot be
     kept, PlanInfeasible.
     """
-    steps, plans = (segmented,), list[TensorPlan]()
+    steps: Steps = (segmented,)
+    plans: list[TensorPlan] = []
     for number, each in enumerate(asked):
         inner = [one.degree for one in asked[number + 1 :]]
         allowed = None if memory is None else memory * prod(inner)

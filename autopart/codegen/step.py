@@ -309,7 +309,9 @@ def _results(staged: Staged, stages: Sequence[int], wanted: Iterable[Output]) ->
             aside = inside.aside if here and inside is not None else ()
             parts = f"list({out.name}.values())" if here and not aside else "[]"
             call = f"world.total({parts}, shape={value.at(1)}, dtype={value.dtype})"
-            adds = f"  # place 0 of {' and '.join(axis for axis, _ in inside.places)} adds it" if inside and aside else ""
+            adds = (
+                f"  # place 0 of {' and '.join(axis for axis, _ in inside.places)} adds it" if inside and aside else ""
+            )
             lines.append(f"    {out.name} = {call}{adds}")
         elif not out.everywhere:
             lines += [f"    {out.name} = world.joined({out.name}, dim={out.dim})"] if here else []

@@ -178,7 +178,7 @@ class Plan:
 
     @property
     def axes_inside(self) -> tuple[TensorPlan, ...]:
-        """What is decided on each axis that splits the tensors inside segments, in the order in which they are placed."""
+        """What is decided on each axis that splits tensors inside segments, in the order in which they are placed."""
         return self.tensor.axes if self.tensor is not None else ()
 
     @property

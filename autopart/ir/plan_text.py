@@ -108,10 +108,10 @@ def _flat(plan: Plan) -> dict[str, str]:
     facts["schedule"] = plan.schedule.replace("\n", " | ")
     facts["placement"] = rules(plan.placements)
     facts["recompute"] = ", ".join(plan.recompute) or "nothing"
-    for each in plan.axes_inside:
-        facts |= {f"{each.axis} {name}": str(how) for name, how in (*each.parameters, *each.between)}
-        choices = hashlib.sha256(repr((each.choices, each.segments)).encode()).hexdigest()[:8]
-        facts[f"choices inside segments on {each.axis}"] = choices
+    for tensor in plan.axes_inside:
+        facts |= {f"{tensor.axis} {name}": str(how) for name, how in (*tensor.parameters, *tensor.between)}
+        choices = hashlib.sha256(repr((tensor.choices, tensor.segments)).encode()).hexdigest()[:8]
+        facts[f"choices inside segments on {tensor.axis}"] = choices
     facts |= {
         f"runner-up {each.choice}": f"{each.option}: {each.step_seconds!r} s, {each.peak} bytes"
         for each in plan.alternatives

@@ -70,7 +70,9 @@ def costs(segmented: Segmented, exchanged: Exchanged | None = None) -> tuple[Seg
             shared[key] = _expressions(body, segment, origins, samples, exchanged)
         mine = {target: parameters[target] for target in segment.parameters if target in parameters}
         here = {
-            target: replace(item.value, shape=pieces[target][-1].local) for target, item in mine.items() if target in pieces
+            target: replace(item.value, shape=pieces[target][-1].local)
+            for target, item in mine.items()
+            if target in pieces
         }
         sizes = {target: here.get(target, item.value).nbytes(1) for target, item in mine.items()}
         common = shared[key]
@@ -146,7 +148,9 @@ def _exchange(function: Function, samples: int, exchanged: Exchanged | None) -> 
 
     if exchanged is None:
         return 0
-    once, twice = (sum(exchanged(e.axis, e.kind, e.payload) for e in exchanges(function, n)) for n in (samples, 2 * samples))
+    once, twice = (
+        sum(exchanged(e.axis, e.kind, e.payload) for e in exchanges(function, n)) for n in (samples, 2 * samples)
+    )
     each = sympy.Rational(twice - once, samples)
     return once + each * (batch_symbol() - samples)
 

@@ -55,7 +55,9 @@ def _body(placed: PlacedBody, other: Body) -> PlacedBody:
     if placed.backward is not None:
         assert other.backward is not None  # they differ in numbers only
         backward = _function(placed.backward, other.backward, placed.degree)
-    return replace(placed, body=other, forward=_function(placed.forward, other.forward, placed.degree), backward=backward)
+    return replace(
+        placed, body=other, forward=_function(placed.forward, other.forward, placed.degree), backward=backward
+    )
 
 
 def _function(part: PlacedFunction, other: Function, degree: int) -> PlacedFunction:
@@ -92,9 +94,7 @@ def at_place(
     pieces = dict(before.pieces)
     for target, piece in _pieces(placed, shapes | {t: p[-1].local for t, p in pieces.items()}, place):
         pieces[target] = (*pieces.get(target, ()), piece)
-    here = Here(
-        (*before.places, (placed.axis, place)), values, (*before.placements, placements), tuple(pieces.items())
-    )
+    here = Here((*before.places, (placed.axis, place)), values, (*before.placements, placements), tuple(pieces.items()))
     return replace(segmented, bodies=tuple(bodies), segments=tuple(segments), here=here)
 
 

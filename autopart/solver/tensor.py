@@ -195,7 +195,10 @@ class _Build:
         return name
 
     def _candidates(self) -> tuple[list[set[Cut]], dict[str, set[Shard]]]:
-        """The cuts of every node and the splits of every value: each cut splits values, each split cuts their nodes."""
+        """The cuts of every node and the splits of every value: each cut splits values, each split cuts their nodes.
+
+        A pinned split is one of its parameter's, whether or not a node can have it so: in another program one can.
+        """
         cuts: list[set[Cut]] = [set() for _ in self.nodes]
         shards: dict[str, set[Shard]] = {}
         users: dict[str, list[int]] = {}
@@ -203,6 +206,10 @@ class _Build:
             for name in dict.fromkeys((*(o.value.name for o in ruled.call.operands), *ruled.node.names())):
                 users.setdefault(self._key(name), []).append(i)
         waiting = [(i, cut) for i, ruled in enumerate(self.ruled) for cut in ruled.cuts(self.degree)]
+        for name, pin in self.pins.items():
+            if isinstance(pin, Shard) and name in self.values and fits(self.values[name], pin, self.degree):
+                shards[self._key(name)] = {pin}
+                waiting += [(j, c) for j in users[self._key(name)] for c in self._cuts(self.ruled[j], name, pin)]
         while waiting:
             i, cut = waiting.pop()
             if cut in cuts[i]:
