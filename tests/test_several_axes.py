@@ -20,10 +20,16 @@ from autopart.api.tensor import asked, decide, exchanged
 from autopart.cluster import Cluster, Device, Group, Link
 from autopart.errors import PlanInfeasible, VerificationError
 from autopart.ir.elements import Elements
+from autopart.ir.graph import Node, Ref, Value
 from autopart.ir.placement import Replicate, Shard
 from autopart.ir.plan import Plan
 from autopart.ir.program import Program
+from autopart.ir.segmented import Body, Function, Segment
+from autopart.passes.places import at_place
 from autopart.passes.verify import verify
+from autopart.solver.axis import Axis
+from autopart.solver.place import place
+from autopart.solver.tensor import layout_of
 from autopart.testing import LocalWorld, assert_parity, reference_random
 from autopart.testing.parity import compare, train
 from tests import axis_models
@@ -219,6 +225,21 @@ def test_a_dim_may_be_split_on_both_axes() -> None:
     assert first[0] == first[2] != first[1] == first[3]
 
 
+@pytest.mark.parametrize("cluster", [LATE, CHEAP])
+def test_steps_of_unlike_places_differ_in_numbers_only(cluster: Cluster) -> None:
+    """Three places of six and of five: what the first one brings to a sum alone, others bring as nothing."""
+    segmented = made("gpt")[2]
+    placed = program("gpt", axes(tp=5), cluster).plan.tensor
+    step = placed.step(segmented) if placed is not None else None
+    assert step is not None
+    steps = [at_place(segmented, step, number, alike=True) for number in range(5)]
+    assert steps[0] != steps[4]
+    for bodies in zip(*(step.bodies for step in steps), strict=True):
+        for part in ("forward", "backward"):
+            nodes = [[(n.opname, n.names(), n.refs()) for n in getattr(body, part).nodes] for body in bodies]
+            assert all(each == nodes[0] for each in nodes)
+
+
 # ---- what is found ---------------------------------------------------------------------------------------------------
 
 
@@ -299,9 +320,31 @@ def test_pins_that_cannot_be_are_refused_by_name(mesh: Any, placement: Any, mess
         solve(made("mlp")[2], mesh=mesh, cluster=LATE, placement=placement)
 
 
-def test_memory_that_no_axis_can_keep_is_refused() -> None:
-    with pytest.raises(PlanInfeasible):
-        solve(made("mlp")[2], mesh={"tp": 2, "cp": 2}, cluster=LATE, memory=100)
+def test_an_axis_takes_what_the_next_one_cannot_divide() -> None:
+    """Messages are dear, so nothing is split but for memory; parameters are whole on cp, so tp has to split them."""
+    segmented, dear = made("mlp")[2], Cluster.uniform(4, 2**40, 1e12, 1e18, 1e9, 1e-4)
+    wanted = asked(segmented.captured, 6, {"mesh": {"tp": 2, "cp": 2}, "cluster": dear})
+    free = decide(segmented, wanted)
+    assert {str(how) for each in free.axes for _, how in each.parameters} == {"Replicate()"}
+    bound = decide(segmented, wanted, round(0.6 * place(segmented, Axis("tp", 2, dear, 6)).memory))
+    assert bound.inner is not None and {str(how) for _, how in bound.inner.parameters} == {"Replicate()"}
+    assert any(isinstance(how, Shard) for _, how in bound.parameters)
+    with pytest.raises(PlanInfeasible, match="on tp=2 the parameters and what is saved"):
+        decide(segmented, wanted, 100)
+
+
+def test_sizes_that_fit_no_common_way_are_refused() -> None:
+    """A tensor whose shape alone is read: of one element at one place, of two at the other."""
+    op, bodies = torch.ops.aten.zeros_like.default, []
+    for size in (2, 1):
+        x, y = (Value(name, (size,), torch.float64) for name in "xy")
+        node = Node(op, (Ref("x"),), (), (y,), True, False, "fill", "model.py:3  torch.zeros_like(x)")
+        bodies.append(Body("fill", Function((x,), (node,), ("y",)), (), None))
+    segment = Segment("fill", 0, ("x",), (), (), ("y",))
+    with pytest.raises(
+        ValueError, match=r"mesh: model\.py:3 .*in module 'fill': aten\.zeros_like.* axes before 'cp' make"
+    ):
+        layout_of(bodies[0], segment, Axis("cp", 2, CHEAP, 1), others=bodies[1:])
 
 
 def test_a_plan_for_other_axes_is_refused(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 from math import prod
 
 from autopart.cluster import Cluster, parse_bytes
+from autopart.errors import PlanInfeasible
 from autopart.ir.captured import Captured
 from autopart.ir.mesh import Mesh
 from autopart.ir.placed import PlacedStep
@@ -105,19 +106,27 @@ def _cut(steps: Steps, placed: PlacedStep, state: State | None = None, *, alike:
 
 
 def decide(segmented: Segmented, asked: Sequence[Inside], memory: int | None = None) -> TensorPlan:
-    """The fastest placement inside segments, of one axis after the other. Each leaves to the next what it cannot split.
+    """The fastest placement inside segments, of one axis after the other, each of what those before it leave.
 
-    Of `memory` bytes an axis may take what those after it could still divide. Raises ValueError for pins that cannot be
-    kept, PlanInfeasible.
+    Where `memory` (bytes) binds, an axis may leave what those after it could divide among their places; if they cannot,
+    no more than one device holds. Raises ValueError for pins that cannot be kept, PlanInfeasible.
     """
+    if memory is None:
+        return _decided(segmented, asked, [None] * len(asked))
+    try:
+        later = [prod(each.degree for each in asked[number + 1 :]) for number in range(len(asked))]
+        return _decided(segmented, asked, [memory * degree for degree in later])
+    except PlanInfeasible:
+        return _decided(segmented, asked, [memory] * len(asked))
+
+
+def _decided(segmented: Segmented, asked: Sequence[Inside], limits: Sequence[int | None]) -> TensorPlan:
     steps: Steps = (segmented,)
     plans: list[TensorPlan] = []
-    for number, each in enumerate(asked):
-        inner = [one.degree for one in asked[number + 1 :]]
-        allowed = None if memory is None else memory * prod(inner)
-        placed, costs = _solved(steps, each, _axes(plans), allowed)
+    for each, memory in zip(asked, limits, strict=True):
+        placed, costs = _solved(steps, each, _axes(plans), memory)
         plans.append(TensorPlan.of(placed, costs, each.cluster, each.samples))
-        if inner:
+        if len(plans) < len(asked):
             steps = _cut(steps, placed, alike=True)
     return TensorPlan.nested(plans)
 

@@ -50,7 +50,7 @@ def _moved(joins: Sequence[str], cuts: Sequence[str]) -> Family:
 
 
 def _loops(call: Call, prefix: str, draft: Draft) -> tuple[Product, Product, dict[str, Product]]:
-    """The loops of a dim of which all places have equally much, at one and whole; the arguments that are made of them."""
+    """The loops of a dim of which all places have equally much, at one and whole; the arguments that they make up."""
     pieces: tuple[Dim, ...] = tuple(call.args[f"{prefix}pieces"])
     runs = draft.new(call.args[f"{prefix}outer"])
     places, piece = draft.new(len(pieces), blocked=True), draft.new(pieces[0])

@@ -105,7 +105,7 @@ def matching(ruled: Ruled, strategy: Strategy, degree: int) -> Strategy | None:
 
 
 def equal(one: Node, values: Mapping[str, Value], other: Node, others: Mapping[str, Value]) -> bool:
-    """Whether two nodes that differ in numbers at most are equal in these, too; `values` and `others` hold their values."""
+    """Whether two nodes that differ in numbers at most are equal in these, too, and in the shapes of their values."""
     pairs = [(values[name], others[name]) for name in one.refs()]
     pairs += [(a, b) for a, b in zip(one.outs, other.outs, strict=True) if a is not None and b is not None]
     return one.form == other.form and all(a.shape == b.shape for a, b in pairs)
