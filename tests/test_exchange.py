@@ -96,8 +96,8 @@ def test_the_text_of_another_place_is_noticed() -> None:
 def test_the_time_of_exchanges_is_predicted_at_every_microbatch() -> None:
     """As many as the program has, of its bytes; those of the backward for the inputs are some of the backward's."""
     whole = program("gpt", axes(tp=2), CHEAP)
-    calls = costs(whole.staged.segmented, lambda kind, nbytes: 1)
-    sent = costs(whole.staged.segmented, lambda kind, nbytes: nbytes)
+    calls = costs(whole.staged.segmented, lambda axis, kind, nbytes: 1)
+    sent = costs(whole.staged.segmented, lambda axis, kind, nbytes: nbytes)
     for segment, call, size in zip(whole.staged.segmented.segments, calls, sent, strict=True):
         body = whole.staged.segmented.bodies[segment.body]
         assert body.backward is not None

@@ -66,6 +66,7 @@ def test_pieces_of_a_dim(seed: int) -> None:
     for place, mine in enumerate(parts(total, *first)):
         torch.testing.assert_close(gathered[place][0], whole[0], rtol=0, atol=0)
         torch.testing.assert_close(scattered[place][0], mine)
+        assert scattered[place][0].is_contiguous(), "as the program's shapes are, or a view of it fails"
         assert gathered[place][1] == {"all_gather": sent_bytes("all_gather", payload, degree)}
         assert scattered[place][1] == {"reduce_scatter": sent_bytes("reduce_scatter", payload, degree)}
 

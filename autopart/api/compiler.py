@@ -35,7 +35,6 @@ from autopart.passes.inside import crossing, inside
 from autopart.passes.judge import check_sums
 from autopart.passes.normalise import normalise
 from autopart.passes.overlap import check_recompute
-from autopart.passes.places import at_place
 from autopart.passes.predict import with_memory, with_traffic
 from autopart.passes.recompute import recompute, with_regions
 from autopart.passes.schedule import check_deferred
@@ -99,9 +98,7 @@ def _choosing(segmented: Segmented, batch: int, pins: Pins, inputs: str = "globa
     """What chooses a plan under these pins, or with another objective or memory; what segments cost is found once."""
     asked = tensor.asked(segmented.captured, batch, pins, inputs)
     degrees = tensor.degrees(segmented, batch, pins, inputs)
-    found: Sequence[Placed] = (
-        ((None, *tensor.costs_of(segmented)),) if asked is None else tensor.placements(segmented, asked)
-    )
+    found: Sequence[Placed] = tensor.placements(segmented, asked) if asked else ((None, *tensor.costs_of(segmented)),)
 
     def chosen(pins: Pins) -> Plan:
         kept: Pins = {**pins, "placement": tensor.without_tensors(pins.get("placement"))}
@@ -246,8 +243,7 @@ def _sharded(segmented: Segmented, plan: Plan, state: State | None, fits: bool) 
         if plan.barriers:  # an output layer in parts keeps its logits: to make them again takes as long as the rest
             again = tuple(name for name in again if name != plan.stages[-1].segments[-1])
         return (shard(recompute(segmented, again)),)
-    whole, placed = shard(segmented), tensor.placed_step(segmented, plan.tensor, fits=fits)
-    here = (at_place(segmented, placed, place, state=state) for place in range(plan.inside))
+    whole, here = shard(segmented), tensor.places(segmented, plan.tensor, state, fits=fits)
     return tuple(whole.of(recompute(each, plan.recompute)) for each in here)
 
 

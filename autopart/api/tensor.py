@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cache, partial
 from math import gcd
@@ -16,9 +16,10 @@ from autopart.ir.placed import PlacedStep
 from autopart.ir.placement import Replicate, Shard, TensorPlacement
 from autopart.ir.plan import around
 from autopart.ir.segmented import Segmented
+from autopart.ir.state import State
 from autopart.ir.tensor_plan import TensorPlan
 from autopart.passes.costs import costs
-from autopart.passes.places import at_place, check_places, takes_samples
+from autopart.passes.places import at_place, check_places, likewise, takes_samples
 from autopart.passes.recompute import recompute
 from autopart.solver.axis import WHOLE, Axis, linked
 from autopart.solver.place import Placed, front, place
@@ -30,10 +31,13 @@ from autopart.solver.variants import INSIDE, Degrees
 Found = tuple[TensorPlan, tuple[SegmentCost, ...], tuple[SegmentCost, ...]]
 """What is decided inside segments, and what they cost then, plain and recomputed."""
 
+Steps = tuple[Segmented, ...]
+"""The steps of all places of some axes, which differ in numbers only; the axis that was placed last varies fastest."""
+
 
 @dataclass(frozen=True, slots=True)
 class Inside:
-    """What is asked of the axis inside segments."""
+    """What is asked of one axis inside segments."""
 
     axis: str
     degree: int
@@ -42,34 +46,33 @@ class Inside:
     divides: bool  # whether places may have some of the samples each, where their number is a multiple of `degree`
     pins: tuple[tuple[str, Pin], ...]  # by parameter
 
-    def on(self, samples: int, *, divides: bool = False) -> Axis:
-        """The axis for microbatches of so many samples, of which places may have some each if it `divides` them."""
-        return Axis(self.axis, self.degree, self.cluster, samples, divides=divides)
+    def on(self, samples: int, *, divides: bool = False, outer: tuple[Axis, ...] = ()) -> Axis:
+        """The axis for microbatches of so many samples, of which places may have some each if it `divides` them.
+
+        `outer` are the axes that were placed before.
+        """
+        return Axis(self.axis, self.degree, self.cluster, samples, divides=divides, outer=outer)
 
 
-def axis_inside(mesh: Mesh | None) -> tuple[str, int] | None:
-    """The axis of a mesh that splits the tensors inside segments, with its degree; None where it has none."""
-    sizes = dict(mesh.axes) if mesh is not None else {}
-    return next(((axis, sizes[axis]) for axis in INSIDE if sizes.get(axis, 1) > 1), None)
+def asked(captured: Captured, batch: int, pins: Pins, inputs: str = "global") -> tuple[Inside, ...]:
+    """What the pins ask of each axis inside segments that the mesh has, in the order in which they are placed.
 
-
-def asked(captured: Captured, batch: int, pins: Pins, inputs: str = "global") -> Inside | None:
-    """What the pins ask of the axis inside segments; None where the mesh has none.
-
-    Samples may be split on axes of parts of parameters, where microbatches are multiples of the degree; where each data
-    rank passes its own samples, that is not known.
+    Samples may be split on an axis of parts of parameters that is the only one, where microbatches are multiples of the
+    degree; where each data rank passes its own samples, that is not known.
 
     Raises ValueError or TypeError for placements of tensors that cannot be meant.
     """
     pin, mesh = pins.get("placement"), pinned_mesh(pins.get("mesh"))
-    found = axis_inside(mesh)
-    wanted = pinned(pin, captured, found[0] if found else None)
-    if found is None or mesh is None:
-        return None
+    axes = [axis for axis in INSIDE if mesh is not None and mesh.degree(axis) > 1]
+    wanted = pinned(pin, captured, axes)
+    if mesh is None:
+        return ()
     cluster = pins.get("cluster") or Cluster.preset("cpu", per_node=mesh.size)
-    axis, degree = found
-    sizes = (_samples(batch, mesh, pins),)
-    return Inside(axis, degree, linked(cluster, mesh, axis), sizes, inputs == "global" and axis not in WHOLE, wanted)
+    sizes, alone = (_samples(batch, mesh, pins),), inputs == "global" and len(axes) == 1
+    return tuple(
+        Inside(axis, mesh.degree(axis), linked(cluster, mesh, axis), sizes, alone and axis not in WHOLE, wanted[axis])
+        for axis in axes
+    )
 
 
 def degrees(segmented: Segmented, batch: int, pins: Pins, inputs: str = "global") -> Degrees:
@@ -93,7 +96,7 @@ def degrees(segmented: Segmented, batch: int, pins: Pins, inputs: str = "global"
             sizes = {_samples(batch, each, pins) for each in meshes}
             near_links = linked(cluster, meshes[0], "tp")
             inside = Inside("tp", degree, near_links, tuple(sorted(sizes)), inputs == "global", ())
-            made[degree] = cache(partial(placements, segmented, inside))
+            made[degree] = cache(partial(placements, segmented, (inside,)))
     return made
 
 
@@ -104,25 +107,50 @@ def _samples(batch: int, mesh: Mesh, pins: Pins) -> int:
     return max(1, -(-share // count))
 
 
-def placements(segmented: Segmented, asked: Inside) -> tuple[Found, ...]:
-    """The placements inside segments that come into question at one degree, and what segments cost in them.
+def placements(segmented: Segmented, asked: Sequence[Inside]) -> tuple[Found, ...]:
+    """The placements inside segments that come into question on some axes, and what segments cost in them.
 
     The fastest for microbatches of each of the `sizes`, with and without splitting the samples; and for single samples
-    the fastest, that which holds least, and one between them. Each once. Raises ValueError for pins that cannot be
-    kept.
+    the fastest, that which holds least, and one between them. Each once. Where there are several axes, the ways are
+    those of the first, and the others are each placed in the like way on what those before it leave. Raises ValueError
+    for pins that cannot be kept.
     """
-    pins = dict(asked.pins)
-    axes = [asked.on(n, divides=True) for n in asked.sizes if asked.divides and n % asked.degree == 0]
-    axes += [asked.on(n) for n in asked.sizes if n > 1]
-    found = [(axis, place(segmented, axis, pins)) for axis in axes]
-    found += [(asked.on(1), each) for each in front(segmented, asked.on(1), pins)]
+    first, *rest = asked
+    pins = dict(first.pins)
+    axes = [first.on(n, divides=True) for n in first.sizes if first.divides and n % first.degree == 0]
+    axes += [first.on(n) for n in first.sizes if n > 1]
+    found = [(axis, 0, place(segmented, axis, pins)) for axis in axes]
+    found += [(first.on(1), size, each) for size, each in enumerate(front(segmented, first.on(1), pins))]
     kept: dict[object, TensorPlan] = {}
-    for axis, each in found:
-        step = _step(segmented, each, axis)
-        multiple = axis.degree if axis.divides and takes_samples(at_place(segmented, step, 0)) else 1
-        made = TensorPlan.of(step, each.costs, axis.cluster, axis.batch, multiple)
-        kept.setdefault((made.choices, made.segments, made.parameters, made.between), made)
+    for axis, size, each in found:
+        made = _nested(segmented, axis, each, rest, size)
+        key = tuple((one.choices, one.segments, one.parameters, one.between) for one in made.axes)
+        kept.setdefault(key, made)
     return tuple((made, *costs_of(segmented, made)) for made in kept.values())
+
+
+def _nested(segmented: Segmented, axis: Axis, found: Placed, rest: Sequence[Inside], size: int) -> TensorPlan:
+    """A placement on an axis and, each on what those before it leave, on the `rest`.
+
+    Of their fronts it is the one of number `size`, the fastest being the first, or the last there is.
+    """
+    steps: Steps = (segmented,)
+    outer: tuple[Axis, ...] = (axis,)
+    plans = [_planned(steps[0], axis, found)]
+    for inside in rest:
+        steps = _cut(steps, _step(steps[0], found, axis), alike=True)
+        axis = inside.on(axis.batch, outer=outer)
+        found = front(steps[0], axis, dict(inside.pins), others=steps[1:])[: size + 1][-1]
+        plans.append(_planned(steps[0], axis, found))
+        outer = (*outer, axis)
+    return TensorPlan.nested(plans)
+
+
+def _planned(segmented: Segmented, axis: Axis, found: Placed) -> TensorPlan:
+    """A placement on one axis, as what is decided."""
+    step = _step(segmented, found, axis)
+    multiple = axis.degree if axis.divides and takes_samples(at_place(segmented, step, 0)) else 1
+    return TensorPlan.of(step, found.costs, axis.cluster, axis.batch, multiple)
 
 
 def costs_of(
@@ -131,31 +159,65 @@ def costs_of(
     """What segments cost, plain and recomputed; with tensors split inside them, at the first place, which has most."""
     here, rates = segmented, None
     if tensor is not None:
-        here, rates = at_place(segmented, placed_step(segmented, tensor), 0), exchanged(tensor)
+        here, rates = first_place(segmented, tensor), exchanged(tensor)
     return costs(recompute(here), rates), costs(recompute(here, [each.name for each in here.segments]), rates)
 
 
-def exchanged(tensor: TensorPlan) -> Callable[[str, int], int]:
-    """What a collective inside a segment takes under a plan, in picoseconds, by its kind and payload in bytes."""
-    return Axis(tensor.axis, tensor.degree, tensor.cluster, tensor.samples).collective
+def first_place(segmented: Segmented, tensor: TensorPlan) -> Segmented:
+    """The step of the first place, which has most, of the step that was planned."""
+    for each in tensor.axes:
+        placed = each.step(segmented)
+        assert placed is not None, "what is decided is decided of this step"
+        segmented = at_place(segmented, placed, 0, alike=each.inner is not None)
+    return segmented
 
 
-def placed_step(segmented: Segmented, tensor: TensorPlan, *, fits: bool = True) -> PlacedStep:
-    """A program's step as the plan places it; what the plan has not seen is placed now, around the parameters' places.
+def exchanged(tensor: TensorPlan) -> Callable[[str, str, int], int]:
+    """What a collective inside a segment takes under a plan, in picoseconds, by its axis, kind and payload in bytes."""
+    axes = {axis.name: axis for axis in _axes(tensor.axes)}
+    return lambda axis, kind, nbytes: axes[axis].collective(kind, nbytes)
 
-    So is a step whose microbatches are not the multiples that the plan is for (`Plan.fits`). Raises VerificationError
-    where the plan's choices do not make up what one device computes.
+
+def _axes(plans: Sequence[TensorPlan]) -> tuple[Axis, ...]:
+    return tuple(Axis(each.axis, each.degree, each.cluster, each.samples) for each in plans)
+
+
+def places(segmented: Segmented, tensor: TensorPlan, state: State | None = None, *, fits: bool = True) -> Steps:
+    """The step of every place, in the order of `TensorPlan.place`, as the plan places it.
+
+    What the plan has not seen is placed now, around the parameters' places. So is a step whose microbatches are not the
+    multiples that the plan is for (`Plan.fits`). Raises VerificationError where the plan's choices do not make up what
+    one device computes.
     """
-    placed = tensor.step(segmented) if fits else None
+    steps: Steps = (segmented,)
+    for number, each in enumerate(tensor.axes):
+        placed = _placed(steps, each, tensor.axes[:number], fits=fits)
+        steps = _cut(steps, placed, state, alike=each.inner is not None)
+    return steps
+
+
+def _cut(steps: Steps, placed: PlacedStep, state: State | None = None, *, alike: bool) -> Steps:
+    """What every place of one more axis runs of each step, where `placed` is what is decided of the first."""
+    found: list[Segmented] = []
+    for number, step in enumerate(steps):
+        own = likewise(placed, step) if number else placed
+        check_places(step, own)
+        found += [at_place(step, own, place, state=state, alike=alike) for place in range(placed.degree)]
+    return tuple(found)
+
+
+def _placed(steps: Steps, tensor: TensorPlan, outer: Sequence[TensorPlan], *, fits: bool) -> PlacedStep:
+    """The first step as the plan places it on one axis, `outer` being those before; one that it has not seen, anew."""
+    first, *others = steps
+    placed = tensor.step(first) if fits else None
     if placed is None:
-        used = {target for segment in segmented.segments for target in segment.parameters}
+        used = {target for segment in first.segments for target in segment.parameters}
         pins: dict[str, Pin] = {target: how for target, how in tensor.parameters if target in used}
         divides = fits and tensor.multiple > 1
-        axis = Axis(tensor.axis, tensor.degree, tensor.cluster, tensor.samples, divides=divides)
-        placed = _step(segmented, place(segmented, axis, pins), axis)
+        axis = Axis(tensor.axis, tensor.degree, tensor.cluster, tensor.samples, divides=divides, outer=_axes(outer))
+        placed = _step(first, place(first, axis, pins, others=others), axis)
         known = dict(placed.parameters) | dict(tensor.parameters)
-        placed = PlacedStep(placed.axis, placed.degree, placed.bodies, placed.between, tuple(known.items()))
-    check_places(segmented, placed)
+        placed = replace(placed, parameters=tuple(known.items()))
     return placed
 
 
@@ -188,29 +250,30 @@ def without_tensors(pin: Pinned) -> Pinned:
     return rest or None
 
 
-def pinned(pin: object, captured: Captured, axis: str | None) -> tuple[tuple[str, Pin], ...]:
-    """The placements of parameters on `axis` that a placement pin names; of several patterns the first holds.
+def pinned(pin: object, captured: Captured, axes: Sequence[str]) -> dict[str, tuple[tuple[str, Pin], ...]]:
+    """The placements of parameters that a placement pin names, by axis; of several patterns the first holds.
 
     Raises ValueError or TypeError, naming the pattern, for one on an axis that the mesh has not, and for what is no
     placement there.
     """
     if not isinstance(pin, Mapping):
-        return ()
+        return {axis: () for axis in axes}
     rules = [(str(pattern), value) for pattern, value in pin.items() if isinstance(value, Mapping)]
     shapes = {item.target: item.value.shape for item in captured.of_kind("parameter")}
-    found: dict[str, Pin] = {}
+    known = " and ".join(map(repr, axes))
+    found: dict[str, dict[str, Pin]] = {axis: {} for axis in axes}
     for pattern, by_axis in rules:
         targets = [target for target in shapes if any(fnmatchcase(name, pattern) for name in around(target))]
         for name, value in by_axis.items():
-            if name != axis:
+            if name not in axes:
                 raise ValueError(
                     f"placement: {pattern!r} is placed on {name!r}, but "
-                    + (f"tensors are split on {axis!r}" if axis else "the mesh has no axis that splits tensors")
+                    + (f"tensors are split on {known}" if axes else "the mesh has no axis that splits tensors")
                     + '; pin a mesh such as {"tp": 2}'
                 )
             for target in targets:
-                found.setdefault(target, _pin(value, len(shapes[target]), pattern))
-    return tuple(found.items())
+                found[name].setdefault(target, _pin(value, len(shapes[target]), pattern))
+    return {axis: tuple(pins.items()) for axis, pins in found.items()}
 
 
 def _pin(value: object, dims: int, pattern: str) -> Pin:

@@ -22,7 +22,7 @@ from autopart.schedules.stream import stream_of
 def sources(places: Sequence[Staged], scheduled: Scheduled, plan: Plan) -> Iterator[str]:
     """The source of every rank, in order; data ranks differ in their headers only.
 
-    `places` are the steps of the places of the axis inside segments; one where there is no such axis.
+    `places` are the steps of the places of the axes inside segments; one where there is no such axis.
     """
     known: dict[tuple[int, int], str] = {}
     for rank in range(plan.mesh.size):

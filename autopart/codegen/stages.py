@@ -210,8 +210,7 @@ def _placed(staged: Staged, value: Value, degree: int) -> str:
     placed = f", {staged.sharded.between[value.name]} on {staged.sharded.axis}" if degree > 1 else ""
     here = staged.segmented.here
     if here is not None:
-        names = [other.name for other in here.values]
-        placed += f", {here.placements[names.index(value.name)]} on {here.axis}"
+        placed += "".join(f", {how} on {axis}" for axis, how in here.placement(value.name))
     return describe(value).partition(": ")[2] + placed
 
 

@@ -307,12 +307,13 @@ def _results(staged: Staged, stages: Sequence[int], wanted: Iterable[Output]) ->
         homes, value = makers(staged, out), values[out.name]
         here = not {*homes}.isdisjoint(stages)
         if out.partial:
-            aside = here and inside is not None and inside.place > 0
+            aside = inside.aside if here and inside is not None else ()
             parts = f"list({out.name}.values())" if here and not aside else "[]"
             call = f"world.total({parts}, shape={value.at(1)}, dtype={value.dtype})"
-            lines.append(
-                f"    {out.name} = {call}" + (f"  # place 0 of {inside.axis} adds it" if inside and aside else "")
+            adds = (
+                f"  # place 0 of {' and '.join(axis for axis, _ in inside.places)} adds it" if inside and aside else ""
             )
+            lines.append(f"    {out.name} = {call}{adds}")
         elif not out.everywhere:
             lines += [f"    {out.name} = world.joined({out.name}, dim={out.dim})"] if here else []
         else:

@@ -76,8 +76,7 @@ def _lines(plan: Plan, stage: int, name: str, asked: str) -> Iterator[str]:
     row, ranks = plan.stages[stage], ", ".join(map(str, plan.stages[stage].ranks))
     yield f"{name}: in stage {stage} ({span(row.segments)}), on rank{'s' * (len(row.ranks) > 1)} {ranks}"
     yield f"- placement {plan.placement_of(name)}"
-    if plan.tensor is not None:
-        yield from placed(plan.tensor, plan.segments.index(name), name, asked)
+    yield from placed(plan.axes_inside, plan.segments.index(name), name, asked)
     fact = next((fact for fact in plan.facts if name in fact.segments), None)
     again = name in plan.recompute
     if fact is None:

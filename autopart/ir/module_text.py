@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from autopart.ir.placed import Strategy, collective_of
 from autopart.ir.plan_text import format_seconds
 from autopart.ir.tensor_plan import Costs, FunctionChoice, TensorPlan
 
 
-def placed(tensor: TensorPlan, number: int, name: str, asked: str) -> Iterator[str]:
+def placed(axes: Sequence[TensorPlan], number: int, name: str, asked: str) -> Iterator[str]:
     """A line for each thing that is said of segment `number`, called `name`, of which the module `asked` may be a part.
 
-    The parameters are the module's, all else is the segment's.
+    The parameters are the module's, all else is the segment's. What it takes is said of each axis as it was placed: on
+    what those before it leave, and before those after it.
     """
     own = name.split("@")[0]
-    choice = tensor.choices[tensor.segments[number]]
-    yield from _parameters(tensor, asked if _within(asked, own) else own)
-    yield f"- forward: {_passing(choice.forward)}"
-    if choice.backward is not None:
-        yield f"- backward: {_passing(choice.backward)}"
-    yield from _costs(tensor.costs[tensor.segments[number]])
+    for i, tensor in enumerate(axes):
+        choice = tensor.choices[tensor.segments[number]]
+        where = f" on {tensor.axis}" if len(axes) > 1 else ""
+        yield from _parameters(tensor, asked if _within(asked, own) else own)
+        yield f"- forward{where}: {_passing(choice.forward)}"
+        if choice.backward is not None:
+            yield f"- backward{where}: {_passing(choice.backward)}"
+        later = " and ".join(each.axis for each in axes[i + 1 :])
+        yield from _costs(tensor.costs[tensor.segments[number]], f", before it is split on {later}" if later else "")
 
 
 def _within(name: str, module: str) -> bool:
@@ -54,8 +58,8 @@ def _ring(strategy: Strategy) -> str:
     return f"keys and values in a ring{' (tokens dealt out in turn)' if dealt else ''}"
 
 
-def _costs(costs: Costs) -> Iterator[str]:
-    yield f"- takes {format_seconds(costs.chosen)} a microbatch, with what is exchanged there"
+def _costs(costs: Costs, when: str) -> Iterator[str]:
+    yield f"- takes {format_seconds(costs.chosen)} a microbatch, with what is exchanged there{when}"
     for what, seconds in costs.others:
         more = f"{seconds / costs.chosen - 1:+.1%}" if costs.chosen else "longer"
         yield f"- {what} it would take {format_seconds(seconds)} ({more})"

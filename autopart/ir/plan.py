@@ -154,8 +154,8 @@ class Plan:
         if not self.placements or self.placements[-1][0] != "*":
             raise ValueError("plan: the last placement pattern must be '*'")
         spare = {name: size for name, size in self.mesh.axes if name not in ("pp", "dp") and size > 1}
-        if spare != ({self.tensor.axis: self.tensor.degree} if self.tensor is not None else {}):
-            inside = f"{self.tensor.axis}={self.tensor.degree}" if self.tensor is not None else "no axis"
+        if spare != {each.axis: each.degree for each in self.axes_inside}:
+            inside = " and ".join(f"{each.axis}={each.degree}" for each in self.axes_inside) or "no axis"
             raise ValueError(f"plan: inside segments it is for {inside}, but its mesh is {self.mesh}")
         if self.inputs not in INPUTS:
             raise ValueError(f"plan: inputs must be one of {', '.join(INPUTS)}, not {self.inputs!r}")
@@ -198,13 +198,23 @@ class Plan:
         return tuple(s for s in range(len(self.stages)) if any(at[s] == self.place[stage] for at in every))
 
     @property
+    def axes_inside(self) -> tuple[TensorPlan, ...]:
+        """What is decided on each axis that splits tensors inside segments, in the order in which they are placed."""
+        return self.tensor.axes if self.tensor is not None else ()
+
+    @property
     def inside(self) -> int:
-        """The number of places of the axis that splits the tensors inside segments, 1 without one."""
-        return self.tensor.degree if self.tensor is not None else 1
+        """The number of places of the axes that split the tensors inside segments, 1 without one."""
+        return self.tensor.places if self.tensor is not None else 1
 
     def place_inside(self, rank: int) -> int:
-        """The place of a rank on the axis that splits the tensors inside segments."""
-        return self.mesh.coordinate(rank)[self.tensor.axis] if self.tensor is not None else 0
+        """The place of a rank on the axes that split the tensors inside segments, of all of them together."""
+        return self.tensor.place(self.mesh.coordinate(rank)) if self.tensor is not None else 0
+
+    def places_inside(self, rank: int) -> dict[str, int]:
+        """The place of a rank on each of these axes."""
+        here = self.mesh.coordinate(rank)
+        return {each.axis: here[each.axis] for each in self.axes_inside}
 
     @property
     def largest(self) -> int:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from autopart.ir.placement import Placement
     from autopart.ir.plan import Plan
+    from autopart.ir.tensor_plan import TensorPlan
 
 STATES = ("parameters", "optimizer", "gradients", "activations", "transient")
 
@@ -107,12 +108,10 @@ def _flat(plan: Plan) -> dict[str, str]:
     facts["schedule"] = plan.schedule.replace("\n", " | ")
     facts["placement"] = rules(plan.placements)
     facts["recompute"] = ", ".join(plan.recompute) or "nothing"
-    if plan.tensor is not None:
-        facts |= {
-            f"{plan.tensor.axis} {name}": str(how) for name, how in (*plan.tensor.parameters, *plan.tensor.between)
-        }
-        choices = repr((plan.tensor.choices, plan.tensor.segments))
-        facts["choices inside segments"] = hashlib.sha256(choices.encode()).hexdigest()[:8]
+    for tensor in plan.axes_inside:
+        facts |= {f"{tensor.axis} {name}": str(how) for name, how in (*tensor.parameters, *tensor.between)}
+        choices = hashlib.sha256(repr((tensor.choices, tensor.segments)).encode()).hexdigest()[:8]
+        facts[f"choices inside segments on {tensor.axis}"] = choices
     facts |= {
         f"runner-up {each.choice}": f"{each.option}: {each.step_seconds!r} s, {each.peak} bytes"
         for each in plan.alternatives
@@ -132,15 +131,16 @@ def _flat(plan: Plan) -> dict[str, str]:
 
 
 def inside(plan: Plan) -> list[str]:
-    """How parameters lie on the axis inside segments, those of layers that differ in a number together; what passes."""
-    tensor = plan.tensor
-    if tensor is None:
-        return []
+    """How parameters lie on the axes inside segments, those of layers that differ in a number together; what passes."""
+    return [line for tensor in plan.axes_inside for line in _axis(tensor, plan.segments)]
+
+
+def _axis(tensor: TensorPlan, segments: Sequence[str]) -> list[str]:
     how: dict[str, dict[str, None]] = {}
     for target, placement in tensor.parameters:
         how.setdefault(str(placement), {})[re.sub(r"\b\d+\b", "*", target)] = None
     passing: dict[str, list[str]] = {}
-    for name, number in zip(plan.segments, tensor.segments, strict=False):
+    for name, number in zip(segments, tensor.segments, strict=False):
         forward = tensor.choices[number].forward
         taken, given = (", ".join(dict.fromkeys(map(str, part))) for part in (forward.inputs[:1], forward.outputs))
         split = any(strategy.cut is not None for strategy in forward.strategies)
@@ -150,7 +150,7 @@ def inside(plan: Plan) -> list[str]:
         passing.setdefault(what, []).append(name)
     return [
         *(f"{tensor.axis} {placement}: {', '.join(found)}" for placement, found in sorted(how.items())),
-        *(f"{tensor.axis} through {spans(found, plan.segments)}: {what}" for what, found in passing.items()),
+        *(f"{tensor.axis} through {spans(found, segments)}: {what}" for what, found in passing.items()),
     ]
 
 

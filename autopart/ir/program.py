@@ -50,8 +50,8 @@ class StageGraphs:
 class Program:
     """A compiled step: one rank program a rank, the plan it follows, and the staged graph that it came from.
 
-    `trace` derives the stage graphs from the texts (it is codegen's, which this layer does not know). Where a mesh axis
-    splits the tensors inside segments, `staged` is the step of its first place, `others` those of the others.
+    `trace` derives the stage graphs from the texts (it is codegen's, which this layer does not know). Where mesh axes
+    split the tensors inside segments, `staged` is the step of their first place, `others` those of the others.
     """
 
     ranks: tuple[RankProgram, ...]
@@ -62,7 +62,7 @@ class Program:
 
     @property
     def places(self) -> tuple[Staged, ...]:
-        """The step of every place of the axis inside segments; one without such an axis."""
+        """The step of every place of the axes inside segments; one without such an axis."""
         return (self.staged, *self.others)
 
     def staged_on(self, rank: int) -> Staged:

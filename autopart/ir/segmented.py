@@ -129,24 +129,34 @@ class Phase:
 
 @dataclass(frozen=True, slots=True)
 class Here:
-    """What one place of the mesh axis `axis` has, where that splits the tensors inside segments.
+    """What one place has, where mesh axes split the tensors inside segments: `places` are its numbers, by axis.
 
-    `values` are those that pass between segments, as they are here; `placements` how they are placed, in their order;
-    `pieces` what is here of each parameter that is split.
+    The axes are in the order in which they were placed. `values` are those that pass between segments, as they are
+    here; `placements` how they are placed on each axis, in their order; `pieces` what is here of each parameter that is
+    split, each of what the one before leaves.
     """
 
-    axis: str
-    place: int
+    places: tuple[tuple[str, int], ...]
     values: tuple[Value, ...]
-    placements: tuple[TensorPlacement, ...]
-    pieces: tuple[tuple[str, Piece], ...]
+    placements: tuple[tuple[TensorPlacement, ...], ...]
+    pieces: tuple[tuple[str, tuple[Piece, ...]], ...]
+
+    def placement(self, name: str) -> tuple[tuple[str, TensorPlacement], ...]:
+        """How a value that passes between segments is placed, by axis."""
+        at = next(i for i, value in enumerate(self.values) if value.name == name)
+        return tuple((axis, row[at]) for (axis, _), row in zip(self.places, self.placements, strict=True))
+
+    @property
+    def aside(self) -> tuple[str, ...]:
+        """The axes of which this is not the first place."""
+        return tuple(axis for axis, place in self.places if place)
 
 
 @dataclass(frozen=True, slots=True)
 class Segmented:
     """The segments in order, their bodies, and the graph they come from; `homes`: the segment of each of its nodes.
 
-    Where a mesh axis splits the tensors inside segments, the bodies are those of one place of it, and `here` says which
+    Where mesh axes split the tensors inside segments, the bodies are those of one place of them, and `here` says which
     that is; `captured` is the whole step all the same.
     `made` are values that pass between segments and are not in that graph: those of layers in parts. `lookup` says that
     the first segment is the lookup in the input embedding, to be split.
@@ -165,8 +175,8 @@ class Segmented:
         values = {value.name: value for value in (*self.captured.values(), *self.made)}
         return values | ({value.name: value for value in self.here.values} if self.here is not None else {})
 
-    def pieces(self) -> dict[str, Piece]:
-        """What is here of each parameter that is split, by its name."""
+    def pieces(self) -> dict[str, tuple[Piece, ...]]:
+        """What is here of each parameter that is split, by its name: a piece of the whole, a piece of that, ..."""
         return dict(self.here.pieces) if self.here is not None else {}
 
     def phase(self, segment: Segment, kind: Kind) -> Phase | None:

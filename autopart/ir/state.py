@@ -71,9 +71,9 @@ class Parameter:
         return self.part_of or self.target
 
     @classmethod
-    def of(cls, target: str, shape: tuple[int, ...], dtype: torch.dtype, piece: Piece | None = None) -> Parameter:
-        """A parameter of the module, of which there is a piece here, or all."""
-        return cls(target, shape, dtype) if piece is None else cls(target, piece.local, dtype, (piece,))
+    def of(cls, target: str, shape: tuple[int, ...], dtype: torch.dtype, pieces: tuple[Piece, ...] = ()) -> Parameter:
+        """A parameter of the module, of which there are `pieces` here, each of the one before it; without them, all."""
+        return cls(target, pieces[-1].local if pieces else shape, dtype, pieces)
 
     @property
     def module_shape(self) -> tuple[int, ...]:
@@ -207,12 +207,12 @@ class State:
         """The unit of a name."""
         return next(unit for unit in self.units if unit.name == name)
 
-    def having(self, pieces: Mapping[str, Piece]) -> State:
+    def having(self, pieces: Mapping[str, tuple[Piece, ...]]) -> State:
         """The same units with these pieces of the module's parameters, by their names; the others are whole."""
 
         def here(parameter: Parameter) -> Parameter:
             target = parameter.target
-            return Parameter.of(target, parameter.module_shape, parameter.dtype, pieces.get(target))
+            return Parameter.of(target, parameter.module_shape, parameter.dtype, pieces.get(target, ()))
 
         return replace(
             self, units=tuple(replace(unit, parameters=tuple(map(here, unit.parameters))) for unit in self.units)

@@ -1,10 +1,11 @@
-"""What a plan decides inside segments: how every value and every operator is placed on one mesh axis, as data."""
+"""What a plan decides inside segments: how every value and every operator is placed on mesh axes, as data."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from math import prod
 
 from autopart.cluster import Cluster
 from autopart.ir.placed import Move, PlacedBody, PlacedFunction, PlacedStep, Strategy
@@ -72,6 +73,9 @@ class Costs:
 class TensorPlan:
     """What is decided inside segments on `axis`, of `degree` places.
 
+    Where another axis splits tensors too, `inner` is what is decided there, of what this one leaves at its first place;
+    at the others it holds likewise, as they differ from that in numbers only.
+
     `parameters` are the placements of the state, which hold for every program under the plan, `between` those of what
     passes between segments (what is not there is whole at every place). ``choices[segments[i]]`` are those inside
     segment i of the step that was planned, and `costs` what each of them takes. Other steps (an evaluation, other
@@ -89,6 +93,7 @@ class TensorPlan:
     cluster: Cluster
     samples: int
     multiple: int = 1
+    inner: TensorPlan | None = None
 
     def __post_init__(self) -> None:
         if self.degree < 2 or self.samples < 1:
@@ -101,6 +106,29 @@ class TensorPlan:
             raise ValueError(f"plan: there are costs of {len(self.costs)} bodies, and choices in {len(self.choices)}")
         if any(number not in range(len(self.choices)) for number in self.segments):
             raise ValueError(f"plan: the segments have the choices {self.segments}; there are {len(self.choices)}")
+
+    @property
+    def axes(self) -> tuple[TensorPlan, ...]:
+        """What is decided on each axis, in the order in which they are placed: this one and those inside it."""
+        return (self, *(self.inner.axes if self.inner is not None else ()))
+
+    @property
+    def places(self) -> int:
+        """The number of places on all axes together."""
+        return prod(each.degree for each in self.axes)
+
+    def place(self, coordinate: Mapping[str, int]) -> int:
+        """The number of the place at a coordinate: the axis that is placed last varies fastest."""
+        number = 0
+        for each in self.axes:
+            number = number * each.degree + coordinate[each.axis]
+        return number
+
+    @classmethod
+    def nested(cls, axes: Iterable[TensorPlan]) -> TensorPlan:
+        """The plans of several axes, each placed on what those before it leave, as one."""
+        first, *rest = axes
+        return replace(first, inner=cls.nested(rest)) if rest else first
 
     @classmethod
     def of(

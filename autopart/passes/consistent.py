@@ -14,8 +14,8 @@ from autopart.ir.graph import Value
 from autopart.ir.placed import PlacedBody, PlacedFunction, PlacedStep, collective_of
 from autopart.ir.placement import Partial, Replicate, Shard, TensorPlacement
 from autopart.ir.segmented import Segment, Segmented, defined
-from autopart.rules.split import lengths
-from autopart.rules.strategies import Ruled, strategies
+from autopart.rules.split import fits
+from autopart.rules.strategies import Ruled, allowed
 
 
 def faults(placed: PlacedBody, segment: Segment) -> tuple[str, ...]:
@@ -40,8 +40,7 @@ def _function(part: PlacedFunction, degree: int, kept: dict[str, TensorPlacement
             continue
         operands = zip(ruled.call.operands, strategy.needs, strict=True)
         needed += [(operand.value.name, how) for operand, (_, how) in operands if how is not None]
-        cuts = () if strategy.cut is None or ruled.rule is None else (strategy.cut,)
-        if strategy not in strategies(ruled, cuts, degree):
+        if not allowed(ruled, strategy, degree):
             yield f"{node.opname} -> {', '.join(node.names())} cannot run as {strategy}"
         outs = zip(node.outs, strategy.gives, strict=True)
         given |= {out.name: how for out, how in outs if out is not None and how is not None}
@@ -70,13 +69,9 @@ def _move(
     if collective_of(source, target) is None:
         yield f"{name} is {source}: nothing makes it {target}"
     for how in (source, target):
-        if isinstance(how, Shard) and not _fits(values[name], how, degree):
+        if isinstance(how, Shard) and not fits(values[name], how, degree):
             yield f"{name} cannot be {how}"
     held.add(target)
-
-
-def _fits(value: Value, how: Shard, degree: int) -> bool:
-    return how.dim < len(value.shape) and lengths(value.shape[how.dim], how.outer, how.unit, degree) is not None
 
 
 def _kept(placed: PlacedBody, segment: Segment) -> Iterator[str]:

@@ -49,8 +49,8 @@ class _Expressions:
     input_swept: Expression
 
 
-Exchanged = Callable[[str, int], int]
-"""The picoseconds of a collective inside a segment, by its kind and payload in bytes."""
+Exchanged = Callable[[str, str, int], int]
+"""The picoseconds of a collective inside a segment, by its axis, its kind and its payload in bytes."""
 
 
 def costs(segmented: Segmented, exchanged: Exchanged | None = None) -> tuple[SegmentCost, ...]:
@@ -75,7 +75,9 @@ def costs(segmented: Segmented, exchanged: Exchanged | None = None) -> tuple[Seg
             shared[key] = _expressions(body, segment, origins, samples, exchanged)
         mine = {target: parameters[target] for target in segment.parameters if target in parameters}
         here = {
-            target: replace(item.value, shape=pieces[target].local) for target, item in mine.items() if target in pieces
+            target: replace(item.value, shape=pieces[target][-1].local)
+            for target, item in mine.items()
+            if target in pieces
         }
         sizes = {target: here.get(target, item.value).nbytes(1) for target, item in mine.items()}
         common = shared[key]
@@ -162,7 +164,7 @@ def _exchange(function: Function, samples: int, exchanged: Exchanged | None) -> 
         return 0
     sizes = [sum(isinstance(n, Size) for n in out.shape) for node in function.nodes for out in node.outs if out]
     at = [samples * (i + 1) for i in range(max([1, *sizes]) + 1)]
-    taken = [sum(exchanged(e.kind, e.payload) for e in exchanges(function, n)) for n in at]
+    taken = [sum(exchanged(e.axis, e.kind, e.payload) for e in exchanges(function, n)) for n in at]
     return sympy.interpolate(list(zip(at, taken, strict=True)), batch_symbol())
 
 

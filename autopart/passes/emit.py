@@ -37,7 +37,7 @@ def emit(
 ) -> Program:
     """The program. Raises VerificationError if a text does something else than was planned (a fault of autopart).
 
-    `others` are the steps of the further places of an axis inside segments, of whose first one `staged` is. What is
+    `others` are the steps of the further places of the axes inside segments, of whose first one `staged` is. What is
     found out about bodies on shapes is kept in `bodies`, which `verify` may be given too.
     """
     captured, mesh = staged.segmented.captured, plan.mesh
@@ -86,7 +86,7 @@ def observe(
         if captured.deferred
     }
     draws = {item.target: _spec(item.value, batch) for item in captured.of_kind("random")}
-    places = {plan.tensor.axis: inside} if plan.tensor is not None else {}
+    places = plan.places_inside(rank)
     if captured.training and overlaps(plan.schedule):
         given: RecordingBatch = RecordingBatches(inputs, mine, batch, draws, batches=stream_of(plan).shown)
         world: RecordingWorld = RecordingLoop(state, parts, part, buffers, places)

@@ -36,20 +36,24 @@ WISHES = {"all_reduce": "sum", "reduce_scatter": "sum", "all_gather": "all", "al
 """What a collective's result is called, after the value's name."""
 
 
-def localise(placed: PlacedBody, place: int) -> Body:
+def localise(placed: PlacedBody, place: int, *, alike: bool = False) -> Body:
     """The body that place number `place` of the axis runs; the names of formals stay where placements allow it.
+
+    If `alike`, the bodies of all places have the same nodes and differ in numbers only, as another axis that is placed
+    on them needs it. Else the first place leaves out what it need not do.
 
     What is saved in another placement than it is made in has the name of what it was moved to.
     """
     names = set(defined(placed.body.forward))
     if placed.body.backward is not None:
         names |= defined(placed.body.backward).keys()
-    forward = _Local(placed, placed.forward, place, names)
+    forward = _Local(placed, placed.forward, place, names, alike=alike)
     first = forward.written(placed.wanted().items())
     kept = tuple(forward.have[name, how].name for name, how in placed.wanted().items())
     if placed.backward is None:
         return Body(placed.body.name, first, kept, None)
-    backward = _Local(placed, placed.backward, place, names, dict(zip(placed.body.saved, kept, strict=True)))
+    saved = dict(zip(placed.body.saved, kept, strict=True))
+    backward = _Local(placed, placed.backward, place, names, saved, alike=alike)
     return Body(placed.body.name, first, kept, backward.written())
 
 
@@ -63,7 +67,10 @@ class _Local:
         place: int,
         names: set[str],
         saved: Mapping[str, str] | None = None,
+        *,
+        alike: bool,
     ) -> None:
+        self.alike = alike
         self.axis, self.degree, self.place, self.part, self.names = placed.axis, placed.degree, place, part, names
         self.values = defined(part.function)
         self.nodes: list[Node] = []
@@ -162,11 +169,19 @@ class _Local:
         if kind == "slice":
             return self._slice(x, *splits[0], move)
         if kind == "first":
-            return x if self.place == 0 else self._call(aten.zeros_like.default, x, move=move, wish="none")
+            return self._first(x, move)
         if kind is None:
             raise AssertionError(f"{move.value}: nothing moves {move.source} to {move.target}")
         args: Iterable[Any] = (arg for each in splits for arg in each) if splits else ("sum",)
         return self._call(operator(kind), x, self.axis, *args, move=move, wish=WISHES[kind])
+
+    def _first(self, x: Value, move: Move) -> Value:
+        """A whole value at the first place, nothing at the others."""
+        if not self.alike:
+            return x if self.place == 0 else self._call(aten.zeros_like.default, x, move=move, wish="none")
+        own = replace(x, name=self._fresh(f"{move.value}_own"), dtype=torch.bool)
+        self._put(aten.full_like.default, (Ref(x.name), self.place == 0), (("dtype", torch.bool),), own)
+        return self._call(aten.where.ScalarOther, own, Ref(x.name), 0, move=move, wish="first")
 
     def _split(self, whole: Value, how: Shard) -> tuple[int, Dim, tuple[Dim, ...]]:
         """The arguments by which a collective knows a split: dim, what is outside, the places' lengths."""
@@ -196,10 +211,14 @@ class _Local:
         """Append a call on `x`, whose result has the shape of the move's target unless another is given."""
         local = self._local(self.values[move.value], move.target, self._fresh(f"{move.value}_{wish}"))
         out = local if shape is None else replace(local, shape=tuple(shape))
+        self._put(op, (Ref(x.name), *args), keywords, out)
+        return out
+
+    def _put(self, op: Any, args: tuple[Arg, ...], keywords: tuple[tuple[str, Arg], ...], out: Value) -> None:
+        """Append a call where the function is."""
         at = self.here
         backward, module, source = (at.backward, at.module, at.source) if at is not None else (False, "", "")
-        self.nodes.append(Node(op, (Ref(x.name), *args), keywords, (out,), True, backward, module, source))
-        return out
+        self.nodes.append(Node(op, args, keywords, (out,), True, backward, module, source))
 
     def _fresh(self, wish: str) -> str:
         name = fresh(wish, self.names)

@@ -38,7 +38,8 @@ def _faults(staged: Staged, plan: Plan) -> Iterator[str]:
             "loss from forward, or pass loss_fn="
         )
     if plan.tensor is not None:
-        yield f"tensors inside layers are split on {plan.tensor.axis}, which its programs cannot do; use pp and dp"
+        axes = " and ".join(each.axis for each in plan.axes_inside)
+        yield f"tensors inside layers are split on {axes}, which its programs cannot do; use pp and dp"
     for out in captured.outputs:
         if out.kind == "loss" and not out.partial:
             yield "the loss is no sum over the samples of a batch; make it depend on them"

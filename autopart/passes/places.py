@@ -3,7 +3,9 @@
 before: h: x [b, 16, 96] -> x + up(x)          after, at place 1 of tp=2: the body of `localise`, and of the parameters
         up.weight [384, 96]                                               up.weight [192, 96], rows 192 to 383
 
-From here on a step is that of one place, and the passes after this one need not know.
+From here on a step is that of one place, and the passes after this one need not know. Where several axes split tensors,
+each is placed on the step of one place of those before it: the steps of the other places differ in numbers only, so the
+same decisions hold for them (`likewise`).
 """
 
 from __future__ import annotations
@@ -13,13 +15,14 @@ from dataclasses import replace
 
 from autopart.errors import VerificationError
 from autopart.ir.graph import Size, Value
-from autopart.ir.placed import PlacedStep
+from autopart.ir.placed import PlacedBody, PlacedFunction, PlacedStep
 from autopart.ir.placement import Replicate, Shard, TensorPlacement
-from autopart.ir.segmented import Body, Here, Segmented, defined
+from autopart.ir.segmented import Body, Function, Here, Segmented, defined
 from autopart.ir.state import Piece, State
 from autopart.passes.consistent import faults, step_faults
 from autopart.passes.localise import localise
 from autopart.rules.split import local_shape, span
+from autopart.rules.strategies import Ruled, equal, matching
 
 
 def check_places(segmented: Segmented, placed: PlacedStep) -> None:
@@ -38,10 +41,43 @@ def _refuse(where: str, found: tuple[str, ...]) -> None:
         raise VerificationError(f"rule placements: {where}: {found[0]}{more}; plan again")
 
 
-def at_place(segmented: Segmented, placed: PlacedStep, place: int, *, state: State | None = None) -> Segmented:
+def likewise(placed: PlacedStep, segmented: Segmented) -> PlacedStep:
+    """The decisions of a placed step, for the step of another place of the axes before."""
+    made: dict[int, PlacedBody] = {}
+    for segment, body in zip(segmented.segments, placed.bodies, strict=True):
+        if id(body) not in made:
+            made[id(body)] = _body(body, segmented.bodies[segment.body])
+    return replace(placed, bodies=tuple(made[id(body)] for body in placed.bodies))
+
+
+def _body(placed: PlacedBody, other: Body) -> PlacedBody:
+    backward = None
+    if placed.backward is not None:
+        assert other.backward is not None  # they differ in numbers only
+        backward = _function(placed.backward, other.backward, placed.degree)
+    return replace(
+        placed, body=other, forward=_function(placed.forward, other.forward, placed.degree), backward=backward
+    )
+
+
+def _function(part: PlacedFunction, other: Function, degree: int) -> PlacedFunction:
+    """The same placements for a function of other numbers; every node's strategy has them."""
+    mine, theirs = defined(part.function), defined(other)
+    found = []
+    for before, node, strategy in zip(part.function.nodes, other.nodes, part.strategies, strict=True):
+        if not equal(before, mine, node, theirs):
+            strategy = matching(Ruled.of(node, theirs), strategy, degree) or strategy  # the gate says what is wrong
+        found.append(strategy)
+    return replace(part, function=other, strategies=tuple(found))
+
+
+def at_place(
+    segmented: Segmented, placed: PlacedStep, place: int, *, state: State | None = None, alike: bool = False
+) -> Segmented:
     """The step of place number `place`. The placements must have passed `check_places`.
 
     Where there is a `state` already, what is here of all its parameters is known, also of those not used in this step.
+    `alike` is as in `localise`: for another axis to be placed on this step.
     """
     numbers: dict[int, int] = {}
     bodies: list[Body] = []
@@ -49,11 +85,16 @@ def at_place(segmented: Segmented, placed: PlacedStep, place: int, *, state: Sta
     for segment, body in zip(segmented.segments, placed.bodies, strict=True):
         number = numbers.setdefault(id(body), len(bodies))
         if number == len(bodies):
-            bodies.append(localise(body, place))
+            bodies.append(localise(body, place, alike=alike))
         segments.append(replace(segment, body=number))
     shapes = {item.target: item.value.at(1) for item in segmented.captured.of_kind("parameter")}
     shapes |= {p.target: p.module_shape for unit in (state.units if state else ()) for p in unit.parameters}
-    here = Here(placed.axis, place, *_between(segmented, placed, place), tuple(_pieces(placed, shapes, place)))
+    before = segmented.here or Here((), (), (), ())
+    values, placements = _between(segmented, placed, place)
+    pieces = dict(before.pieces)
+    for target, piece in _pieces(placed, shapes | {t: p[-1].local for t, p in pieces.items()}, place):
+        pieces[target] = (*pieces.get(target, ()), piece)
+    here = Here((*before.places, (placed.axis, place)), values, (*before.placements, placements), tuple(pieces.items()))
     return replace(segmented, bodies=tuple(bodies), segments=tuple(segments), here=here)
 
 

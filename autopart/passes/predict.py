@@ -19,7 +19,7 @@ from autopart.codegen.stages import reads_prologue
 from autopart.codegen.step import outputs
 from autopart.ir.action import COMPLETES, COMPUTE, Action, Kind, Scheduled, Weights, stages_of
 from autopart.ir.cost import optimizer_bytes
-from autopart.ir.mesh import pieces
+from autopart.ir.mesh import Mesh, pieces
 from autopart.ir.plan import Plan, StageMemory
 from autopart.ir.staged import Staged, averaged
 from autopart.ir.state import Unit
@@ -68,7 +68,7 @@ def predict_traffic(
 ) -> tuple[Sent, ...]:
     """Bytes that each rank sends in one step, an entry a rank.
 
-    `others` are the steps of the further places of an axis inside segments, of whose first one `staged` is.
+    `others` are the steps of the further places of the axes inside segments, of whose first one `staged` is.
     """
     shares = shares or pieces(plan.batch, plan.mesh.degree("dp"))
     sent: dict[int, Sent] = {}
@@ -101,18 +101,18 @@ def _of_place(staged: Staged, scheduled: Scheduled, plan: Plan, shares: Shares, 
             calls += _buffers(staged, places, column, degree)
             calls += _counts(staged, degree) if plan.inputs == "local" and reads_prologue(staged, held[column]) else ()
             calls += _once(staged, scheduled, column, held[column], wires, degree)
-            calls += _inside(staged, scheduled.table[column], sizes, plan.inside) if plan.inside > 1 else ()
+            calls += _inside(staged, scheduled.table[column], sizes, mesh) if plan.inside > 1 else ()
             known[key] = _added(_sends(staged, scheduled.table[column], sizes) // count, calls)
         yield known[key]
 
 
-def _inside(staged: Staged, row: Sequence[Action], sizes: Sequence[int], places: int) -> Calls:
+def _inside(staged: Staged, row: Sequence[Action], sizes: Sequence[int], mesh: Mesh) -> Calls:
     """The collectives inside segments, of all microbatches together."""
     done = Counter((a.stage, a.kind, sizes[a.microbatch]) for a in row if a.kind in COMPUTE)
     for (stage, kind, samples), times in done.items():
         for _, phase in staged.phases(stage, kind):
             for each in exchanges(phase.function, samples):
-                yield each.kind, each.payload, places, times
+                yield each.kind, each.payload, mesh.degree(each.axis), times
 
 
 def _added(send: int, calls: Sequence[tuple[str, int, int, int]]) -> Sent:

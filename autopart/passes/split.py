@@ -186,7 +186,7 @@ def place(
         parameters = tuple(
             parts[target]
             if target in parts
-            else Parameter.of(target, inputs[target].value.at(1), kind.dtype, pieces.get(target))
+            else Parameter.of(target, inputs[target].value.at(1), kind.dtype, pieces.get(target, ()))
             for target in targets
         )
         first = {number % depth for target in targets for number, _ in users[target]}

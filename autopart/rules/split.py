@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from autopart.ir.graph import Dim, Size
+from autopart.ir.graph import Dim, Size, Value
 from autopart.ir.mesh import pieces
 from autopart.ir.placed import Cut
 from autopart.ir.placement import Shard, TensorPlacement
@@ -37,6 +37,11 @@ def lengths(size: Dim, outer: Dim, unit: Dim, degree: int) -> tuple[Dim, ...] | 
     if not isinstance(count, int) or count < degree:
         return None
     return tuple(product((part, unit)) for part in pieces(count, degree))
+
+
+def fits(value: Value, how: Shard, degree: int) -> bool:
+    """Whether a value can be split so."""
+    return how.dim < len(value.shape) and lengths(value.shape[how.dim], how.outer, how.unit, degree) is not None
 
 
 def is_even(size: Dim, outer: Dim, unit: Dim, degree: int) -> bool:

@@ -99,6 +99,35 @@ def strategies(ruled: Ruled, cuts: Iterable[Cut], degree: int) -> tuple[Strategy
     return tuple(dict.fromkeys((_whole(ruled), *found, *(made for made in sums if not _adds_flags(ruled, made)))))
 
 
+def allowed(ruled: Ruled, strategy: Strategy, degree: int) -> bool:
+    """Whether a strategy is one of a node's."""
+    cut = strategy.cut
+    if cut is None or ruled.rule is None:
+        return strategy in strategies(ruled, (), degree)
+    return (
+        cut.factor in range(len(ruled.rule.factors))
+        and ruled.allows(cut, degree)
+        and strategy in strategies(ruled, (cut,), degree)
+    )
+
+
+def matching(ruled: Ruled, strategy: Strategy, degree: int) -> Strategy | None:
+    """The strategy that places what a node reads and makes as this one of the same node with other numbers does."""
+    reads = zip((o.value.name for o in ruled.call.operands), (how for _, how in strategy.needs), strict=True)
+    makes = zip((out.name if out is not None else "" for out in ruled.node.outs), strategy.gives, strict=True)
+    split = [(name, how) for name, how in (*reads, *makes) if isinstance(how, Shard)]
+    cuts = dict.fromkeys(cut for name, how in split for cut in ruled.cut_for(name, how, degree))
+    wanted = strategy.needs, strategy.gives, strategy.spread
+    return next((s for s in strategies(ruled, cuts, degree) if (s.needs, s.gives, s.spread) == wanted), None)
+
+
+def equal(one: Node, values: Mapping[str, Value], other: Node, others: Mapping[str, Value]) -> bool:
+    """Whether two nodes that differ in numbers at most are equal in these, too, and in the shapes of their values."""
+    pairs = [(values[name], others[name]) for name in one.refs()]
+    pairs += [(a, b) for a, b in zip(one.outs, other.outs, strict=True) if a is not None and b is not None]
+    return one.form == other.form and all(a.shape == b.shape for a, b in pairs)
+
+
 def _adds_flags(ruled: Ruled, strategy: Strategy) -> bool:
     """Whether truth values are to be parts of a sum."""
     values = [operand.value for operand in ruled.call.operands]

@@ -46,7 +46,7 @@ class ValueCollectives:
         runs = torch.split(x.reshape(-1, outer, sum(pieces), rest), list(pieces), dim=2)
         each = torch.stack([_padded(run, most) for run in runs])
         mine, own = self.transport.reduce_scatter(each.reshape(-1), group), pieces[self._place(axis)]
-        piece = mine.view(each.shape[1:]).narrow(2, 0, own)
+        piece = mine.view(each.shape[1:]).narrow(2, 0, own).contiguous()  # also where others have more
         return piece.reshape(*x.shape[:dim], outer * own, *x.shape[dim + 1 :])
 
     def all_to_all_values(

@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from autopart.cluster import Cluster, Link
+from autopart.codegen.exchange import exchange_of
+from autopart.collectives import is_collective
 from autopart.ir.cost import PICO
 from autopart.ir.graph import Node, Value
 from autopart.ir.mesh import Mesh
@@ -56,7 +58,8 @@ class Axis:
     """One axis to place a body on: its name and degree, the devices, and the microbatch whose time counts.
 
     `copies` is how many times a parameter's bytes are held: itself, its gradient, Adam's moments. `divides` says that
-    all microbatches are multiples of `degree` samples, so that places may have some samples each.
+    all microbatches are multiples of `degree` samples, so that places may have some samples each. `outer` are the axes
+    that were placed before, whose collectives are nodes of the body.
     """
 
     name: str
@@ -65,6 +68,7 @@ class Axis:
     batch: int
     copies: int = 4
     divides: bool = False
+    outer: tuple[Axis, ...] = ()
 
     def __post_init__(self) -> None:
         if self.degree < 2:
@@ -97,8 +101,16 @@ class Axis:
         """The time of a node under each strategy, on the fullest place; `node` and `values` are of plain sizes."""
         if viewed(node) is not None:
             return (0,) * len(taken)
+        if is_collective(node.op):
+            return tuple(self._outside(node, ruled, strategy) for strategy in taken)
         work = float(flops(node, values))
         return tuple(self._time(work, ruled, strategy, values) for strategy in taken)
+
+    def _outside(self, node: Node, ruled: Ruled, strategy: Strategy) -> int:
+        """The time of a collective of an axis that was placed before, over what a place of this one has."""
+        made, ((_, how),), (operand,) = exchange_of(node, self.batch), strategy.needs, ruled.call.operands
+        axis = next(each for each in self.outer if each.name == made.axis)
+        return axis.collective(made.kind, round(made.payload * share(operand.value.shape, how, self.degree)))
 
     def _time(self, work: float, ruled: Ruled, strategy: Strategy, values: Mapping[str, Value]) -> int:
         """The time of `work` FLOPs, and of the bytes that go through memory for them."""

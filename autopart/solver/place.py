@@ -60,23 +60,30 @@ class _Wired:
     variables: tuple[str, ...]
 
 
-def place(segmented: Segmented, axis: Axis, pins: Mapping[str, Pin] | None = None) -> Placed:
+def place(
+    segmented: Segmented, axis: Axis, pins: Mapping[str, Pin] | None = None, *, others: Sequence[Segmented] = ()
+) -> Placed:
     """The fastest placement of every value on an axis. `pins` are of parameters, by target.
+
+    Where other axes were placed before, `segmented` is the step of their first place, `others` those of the others:
+    they differ in numbers only, and what is chosen fits them all.
 
     What the caller passes and gets is whole at every place. A byte costs `TIE` in any case, so of layouts that are
     equally fast the smaller is taken. What is too entangled for the tables is computed whole at every place. Raises
     ValueError for a pin that no layout can keep, naming those that one can.
     """
-    return _posed(segmented, axis, dict(pins or {})).fastest
+    return _posed(segmented, axis, dict(pins or {}), others).fastest
 
 
-def front(segmented: Segmented, axis: Axis, pins: Mapping[str, Pin] | None = None) -> tuple[Placed, ...]:
+def front(
+    segmented: Segmented, axis: Axis, pins: Mapping[str, Pin] | None = None, *, others: Sequence[Segmented] = ()
+) -> tuple[Placed, ...]:
     """The fastest placement, the smallest, and one between them, as far as they differ; else as `place`.
 
     Each is the fastest at some price of a byte, so they lie on the convex hull of time against memory. The one between
     is that at the price where the other two cost the same.
     """
-    posed = _posed(segmented, axis, dict(pins or {}))
+    posed = _posed(segmented, axis, dict(pins or {}), others)
     fastest = posed.fastest
     smallest = posed.at(min(DEAR, EXACT / max(1, fastest.memory)))
     if smallest.memory >= fastest.memory:
@@ -105,16 +112,16 @@ class _Posed:
         return _at(self.wired, self.domains, self.pins, self.axis, price)
 
 
-def _posed(segmented: Segmented, axis: Axis, pins: Mapping[str, Pin]) -> _Posed:
+def _posed(segmented: Segmented, axis: Axis, pins: Mapping[str, Pin], others: Sequence[Segmented]) -> _Posed:
     _known(segmented, pins)
-    wired = _wired(segmented, axis, pins, _whole(segmented))
+    wired = _wired(segmented, axis, pins, _whole(segmented), others)
     domains = _domains(wired)
     try:
         found = _at(wired, domains, pins, axis, TIE)
     except MemoryError:  # what passes between segments is too entangled: samples stay together, or all of it is whole
         if axis.divides:
-            return _posed(segmented, replace(axis, divides=False), pins)
-        wired = _wired(segmented, axis, pins, _whole(segmented) | set(_passing(segmented)))
+            return _posed(segmented, replace(axis, divides=False), pins, others)
+        wired = _wired(segmented, axis, pins, _whole(segmented) | set(_passing(segmented)), others)
         domains = _domains(wired)
         found = _at(wired, domains, pins, axis, TIE)
     return _Posed(wired, domains, pins, axis, found)
@@ -139,7 +146,9 @@ def _passing(segmented: Segmented) -> Iterator[str]:
         yield from (*segment.values, *segment.outputs, *segment.backward_inputs, *segment.backward_outputs)
 
 
-def _wired(segmented: Segmented, axis: Axis, pins: Mapping[str, Pin], whole: Collection[str]) -> list[_Wired]:
+def _wired(
+    segmented: Segmented, axis: Axis, pins: Mapping[str, Pin], whole: Collection[str], others: Sequence[Segmented]
+) -> list[_Wired]:
     users = Counter(target for segment in segmented.segments for target in segment.parameters)
     turns = in_turn((node for body in segmented.bodies for node in body.forward.nodes), axis.degree)
     outside = {target for target, count in users.items() if count > 1}
@@ -153,7 +162,8 @@ def _wired(segmented: Segmented, axis: Axis, pins: Mapping[str, Pin], whole: Col
         key = segment.body, units, tuple(pinned.items())
         if key not in layouts:
             shared = {unit.split()[-1] for unit, name in wires.items() if name in whole}
-            layouts[key] = _solvable(body, segment, axis, shared, pinned, units, turns)
+            alike = [other.bodies[segment.body] for other in others]
+            layouts[key] = _solvable(body, segment, axis, shared, pinned, units, turns, alike)
         layout, usual = layouts[key]
         choices = tuple(layout.choices(unit) for unit in units)
         found.append(_Wired(layout, usual, units, choices, tuple(wires[unit] for unit in units)))
@@ -168,6 +178,7 @@ def _solvable(
     pins: Mapping[str, Pin],
     units: Sequence[str],
     turns: Collection[int],
+    others: Sequence[Body],
 ) -> tuple[BodyLayout, Eliminated]:
     """The layout of a body, solved at the usual price.
 
@@ -176,10 +187,10 @@ def _solvable(
     """
     plain = replace(axis, divides=False)
     for way, rings in dict.fromkeys(((axis, turns), (plain, turns), (plain, None))):
-        layout = layout_of(body, segment, way, whole, pins, turns=rings)
+        layout = layout_of(body, segment, way, whole, pins, turns=rings, others=others)
         with contextlib.suppress(MemoryError):
             return layout, solve(layout.layout, units, TIE, LARGEST)
-    layout = layout_of(body, segment, axis, whole, pins, split=False)
+    layout = layout_of(body, segment, axis, whole, pins, split=False, others=others)
     return layout, solve(layout.layout, units, TIE)
 
 

@@ -17,13 +17,13 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from autopart.ir.graph import Size, Value
+from autopart.ir.graph import Node, Size, Value
 from autopart.ir.placed import Cut, Move, PlacedBody, PlacedFunction, Strategy
 from autopart.ir.placement import Partial, Replicate, Shard, TensorPlacement
 from autopart.ir.segmented import Body, Function, Segment
 from autopart.rules.alias import roots
-from autopart.rules.split import takes_samples
-from autopart.rules.strategies import Ruled, split, strategies
+from autopart.rules.split import fits, takes_samples
+from autopart.rules.strategies import Ruled, equal, matching, split, strategies
 from autopart.solver.axis import Axis
 from autopart.solver.layout import Layout, Option, Unit, flows, tree
 
@@ -116,6 +116,17 @@ def _need(units: Sequence[Unit], chosen: Mapping[str, Option], unit: str, value:
     return need
 
 
+def _joined(body: Body, late: Mapping[str, str]) -> tuple[list[Node], dict[str, Value]]:
+    """The nodes of forward and backward in a row, and every value; those in `late` have that name in the backward."""
+    backward = body.backward or Function((), (), ())
+    values = {value.name: value for value in body.forward.inputs}
+    values |= {name: replace(v, name=name) for v in backward.inputs for name in (late.get(v.name, v.name),)}
+    nodes = [*body.forward.nodes, *(node.renamed(late) for node in backward.nodes)]
+    for node in nodes:
+        values |= {out.name: out for out in node.outs if out is not None}
+    return nodes, values
+
+
 class _Build:
     """One body on its way to a layout."""
 
@@ -127,9 +138,10 @@ class _Build:
         whole: Collection[str],
         pins: Mapping[str, Pin],
         turns: Collection[int] | None,
+        others: Sequence[Body],
     ) -> None:
         self.body, self.segment, self.axis, self.degree, self.whole = body, segment, axis, axis.degree, whole
-        self.pins, self.turns = pins, turns or ()
+        self.pins, self.turns, self.others = pins, turns or (), others
         self.forward, backward = body.forward, body.backward or Function((), (), ())
         values, fixed = len(segment.values), len(segment.forward_fixed)
         names = [v.name for v in self.forward.inputs]
@@ -143,14 +155,8 @@ class _Build:
         self.parameters = owners
         made = backward.outputs[len(segment.backward_outputs) :] if body.backward is not None else ()
         self.gradients = [(owners.get(target), name) for target, name in zip(segment.gradients, made, strict=True)]
-        late = {v.name: v.name + LATER for v in backward.inputs if v.name not in self.back_given}
-        self.late = late
-        values_known = {v.name: v for v in self.forward.inputs}
-        values_known |= {late.get(v.name, v.name): replace(v, name=late.get(v.name, v.name)) for v in backward.inputs}
-        self.nodes = [*self.forward.nodes, *(node.renamed(late) for node in backward.nodes)]
-        for node in self.nodes:
-            values_known |= {out.name: out for out in node.outs if out is not None}
-        self.values = values_known
+        self.late = {v.name: v.name + LATER for v in backward.inputs if v.name not in self.back_given}
+        self.nodes, self.values = _joined(body, self.late)
         self.ruled = [Ruled.of(node, self.values) for node in self.nodes]
         if turns is None:
             self.ruled = [replace(r, spread=None) if r.spread and r.spread.turns else r for r in self.ruled]
@@ -164,6 +170,8 @@ class _Build:
         cuts, shards = self._candidates() if split else ([set[Cut]()] * len(self.nodes), {})
         options = [strategies(r, sorted(c, key=str), self.degree) for r, c in zip(self.ruled, cuts, strict=True)]
         options = options if split else [taken[:1] for taken in options]
+        for other in self.others:
+            options, shards = self._common(options, shards, other)
         pending = self._pending(options)
         self.places: dict[str, tuple[TensorPlacement, ...]] = {}
         for name in self.values:
@@ -195,7 +203,10 @@ class _Build:
         return name
 
     def _candidates(self) -> tuple[list[set[Cut]], dict[str, set[Shard]]]:
-        """The cuts of every node and the splits of every value: each cut splits values, each split cuts their nodes."""
+        """The cuts of every node and the splits of every value: each cut splits values, each split cuts their nodes.
+
+        A pinned split is one of its parameter's, whether or not a node can have it so: in another program one can.
+        """
         cuts: list[set[Cut]] = [set() for _ in self.nodes]
         shards: dict[str, set[Shard]] = {}
         users: dict[str, list[int]] = {}
@@ -203,6 +214,10 @@ class _Build:
             for name in dict.fromkeys((*(o.value.name for o in ruled.call.operands), *ruled.node.names())):
                 users.setdefault(self._key(name), []).append(i)
         waiting = [(i, cut) for i, ruled in enumerate(self.ruled) for cut in ruled.cuts(self.degree, self.turns)]
+        for name, pin in self.pins.items():
+            if isinstance(pin, Shard) and name in self.values and fits(self.values[name], pin, self.degree):
+                shards[self._key(name)] = {pin}
+                waiting += [(j, c) for j in users[self._key(name)] for c in self._cuts(self.ruled[j], name, pin)]
         while waiting:
             i, cut = waiting.pop()
             if cut in cuts[i] or not self._comes_into_question(self.ruled[i], cut):
@@ -235,6 +250,30 @@ class _Build:
         for out, given in zip(ruled.node.outs, made.gives, strict=True):
             if out is not None and isinstance(given, Shard):
                 yield out.name, given
+
+    def _common(
+        self, options: Sequence[tuple[Strategy, ...]], shards: Mapping[str, set[Shard]], other: Body
+    ) -> tuple[list[tuple[Strategy, ...]], dict[str, set[Shard]]]:
+        """Of the strategies and splits those that another place of the axes before can have, too."""
+        nodes, values = _joined(other, self.late)
+        common = []
+        for ruled, node, taken in zip(self.ruled, nodes, options, strict=True):
+            found = taken
+            if not equal(ruled.node, self.values, node, values):
+                there = Ruled.of(node, values)
+                found = tuple(strategy for strategy in taken if matching(there, strategy, self.degree) is not None)
+            if not found:
+                raise ValueError(
+                    f"mesh: {node.place()}{node.opname} runs on sizes that the axes before "
+                    f"{self.axis.name!r} make unlike at their places, and in no way that fits them all; use sizes of "
+                    "these axes that divide what they split, or leave one out"
+                )
+            common.append(found)
+        kept = {key: set(found) for key, found in shards.items()}
+        for name, value in values.items():
+            key = self._key(name)
+            kept[key] = {how for how in kept.get(key, ()) if fits(value, how, self.degree)}
+        return common, kept
 
     def _pending(self, options: Sequence[tuple[Strategy, ...]]) -> set[str]:
         """The values that some strategy needs or gives as a part of a sum."""
@@ -343,11 +382,13 @@ def layout_of(
     *,
     turns: Collection[int] | None = (),
     split: bool = True,
+    others: Sequence[Body] = (),
 ) -> BodyLayout:
     """The layout of a body, whose formals are those of `segment`, on an axis. What is in `whole` passes it unsplit.
 
-    `pins` are of parameters, by local name. Loops as long as one of `turns` may be dealt out in turn, too; with None
-    attention does not go in a ring. Without `split` nothing in the body is split: every place computes all of it.
-    Raises ValueError for a pin that nothing in the body can keep, naming those that it can.
+    `others` are the same body at other places of the axes before: what is chosen must fit them, too. `pins` are of
+    parameters, by local name. Loops as long as one of `turns` may be dealt out in turn, too; with None attention does
+    not go in a ring. Without `split` nothing in the body is split: every place computes all of it. Raises ValueError
+    for a pin that nothing in the body can keep, naming those that it can.
     """
-    return _Build(body, segment, axis, whole, pins or {}, turns).build(split=split)
+    return _Build(body, segment, axis, whole, pins or {}, turns, others).build(split=split)

@@ -15,8 +15,8 @@ Placed = tuple[TensorPlan | None, Sequence[SegmentCost], Sequence[SegmentCost]]
 Degrees = Mapping[int, Callable[[], Sequence[Placed]]]
 """By tensor degree, what finds the placements that come into question there. It is called where they can be of use."""
 
-INSIDE = ("tp", "cp", "ep")
-"""The axes that split the tensors inside segments; a mesh has at most one of them."""
+INSIDE = ("tp", "ep", "cp")
+"""The axes that split the tensors inside segments, in the order in which they are placed: the fastest links first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,13 +59,12 @@ class Variant:
     @property
     def degree(self) -> int:
         """The number of places over which tensors are split."""
-        return 1 if self.tensor is None else self.tensor.degree
+        return 1 if self.tensor is None else self.tensor.places
 
     def on(self, mesh: Mesh) -> bool:
-        """Whether it is for the axis inside segments that a mesh has, or for a mesh without one."""
-        if self.tensor is None:
-            return all(mesh.degree(axis) == 1 for axis in INSIDE)
-        return mesh.degree(self.tensor.axis) == self.tensor.degree
+        """Whether it is for the axes inside segments that a mesh has, or for a mesh without one."""
+        sizes = {axis: mesh.degree(axis) for axis in INSIDE if mesh.degree(axis) > 1}
+        return sizes == {each.axis: each.degree for each in (self.tensor.axes if self.tensor is not None else ())}
 
     def fits(self, mesh: Mesh, batch: int, microbatches: int) -> bool:
         """Whether each of so many microbatches of every data rank can be split over the places, as `Plan.fits` says."""
