@@ -56,7 +56,8 @@ def test_trains_as_on_one_device(name: str, mesh: str) -> None:
     if found.semantics == "accumulate":
         pins["microbatches"] = 1
     kinds: dict[str, Any] = {"batch": found.batch, "semantics": found.semantics, "capture": found.capture}
-    assert_parity(found.model, found.args, found.kwargs, cluster=CHEAP, tolerance=1e-9, **kinds, **pins)
+    cluster = NEAR if mesh in ("tp2", "ep2") else CHEAP  # of splits that are equally good near ones leave samples apart
+    assert_parity(found.model, found.args, found.kwargs, cluster=cluster, tolerance=1e-9, **kinds, **pins)
 
 
 GLOO = {"alexnet": {"tp": 2}, "spatio-temporal": {"cp": 2}, "dlrm": {"ep": 2}}
@@ -66,7 +67,7 @@ def on_gloo() -> int:
     """One rank's part of the comparisons, in its own process."""
     for name, mesh in GLOO.items():
         found = AXIS_ZOO[name]()
-        mine = autopart.parallelize(copy.deepcopy(found.model), mesh=mesh, cluster=CHEAP, capture="direct")
+        mine = autopart.parallelize(copy.deepcopy(found.model), mesh=mesh, cluster=NEAR, capture="direct")
         batch = found.args, dict(found.kwargs)
         one, many = (train(m, lambda step, batch=batch: batch, 3, adamw, 0.5) for m in (found.model, mine))
         compare(many, one, 1e-9, name)
@@ -94,7 +95,7 @@ def parameters(found: Program) -> dict[str, TensorPlacement]:
 
 def test_convolutions_by_samples_and_wide_layers_by_features() -> None:
     """The one weird trick of Krizhevsky (arXiv 1404.5997), on one axis."""
-    made = program(alexnet(), {"tp": 2}, CHEAP)
+    made = program(alexnet(), {"tp": 2}, NEAR)
     how, text = parameters(made), made.ranks[1].source
     assert {how[f"features.{i}.{name}"] for i in (0, 3) for name in ("weight", "bias")} == {Replicate()}
     assert {how[f"wide.{i}.{name}"] for i in (0, 2) for name in ("weight", "bias")} == {Shard(0)}
@@ -158,7 +159,7 @@ def test_a_call_whose_samples_the_axis_does_not_divide_has_a_program_of_its_own(
     found = alexnet()
     images, labels = found.args
     plain = found.model
-    mine = autopart.parallelize(copy.deepcopy(plain), mesh={"tp": 2}, cluster=CHEAP, capture="direct")
+    mine = autopart.parallelize(copy.deepcopy(plain), mesh={"tp": 2}, cluster=NEAR, capture="direct")
     for samples in (6, 5, 4, 1):
         mine(images[:samples], labels[:samples]).backward()
         expected = torch.autograd.grad(plain(images[:samples], labels[:samples]), list(plain.parameters()))
@@ -174,5 +175,5 @@ def test_a_call_whose_samples_the_axis_does_not_divide_has_a_program_of_its_own(
 def test_a_sequence_axis_and_batches_of_unknown_size_leave_samples_together() -> None:
     found = alexnet()
     for pins in ({"mesh": {"cp": 2}}, {"mesh": {"tp": 4}}, {"mesh": {"dp": 2, "tp": 2}}):
-        plan = autopart.plan(found.model, found.args, cluster=CHEAP, capture="direct", **pins)
+        plan = autopart.plan(found.model, found.args, cluster=NEAR, capture="direct", **pins)
         assert plan.tensor is not None and plan.tensor.multiple == 1
