@@ -19,8 +19,8 @@ from autopart.api.boundary import check_local
 from autopart.api.options import Options
 from autopart.api.plain import constants
 from autopart.api.ranks import Ranks
+from autopart.capture import Patterns
 from autopart.capture.call import Call
-from autopart.capture.pattern import Pattern
 from autopart.ir import plan_text
 from autopart.ir.captured import Captured
 from autopart.ir.mesh import Mesh, pieces
@@ -117,7 +117,7 @@ class Programs:
         self.options = options
         self.plan: Plan | None = None
         self.training: Program | None = None  # that of the last training call
-        self._patterns: tuple[Pattern, ...] = ()
+        self._patterns: tuple[Patterns, ...] = ()
         self._kept: OrderedDict[_Key, Compiled] = OrderedDict()
         self._warned = False
 

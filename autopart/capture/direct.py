@@ -19,6 +19,7 @@ from autopart.capture.guard import changes, reassigned_buffer
 from autopart.capture.trace import (
     Names,
     Trace,
+    Traced,
     copied,
     find_loss,
     flatten_result,
@@ -80,7 +81,9 @@ class _Flat(torch.nn.Module):
         return tuple(x if x is loss and starts else x.detach() for x in outputs.values())
 
 
-def trace(module: torch.nn.Module, call: Call, loss_fn: Callable[..., Any] | None, target: bool, names: Names) -> Trace:
+def trace(
+    module: torch.nn.Module, call: Call, loss_fn: Callable[..., Any] | None, target: bool, names: Names
+) -> Traced:
     """Trace one call. With `target`, the call's last positional argument goes to `loss_fn`, not to the module."""
 
     def run(inner: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -102,7 +105,7 @@ def trace(module: torch.nn.Module, call: Call, loss_fn: Callable[..., Any] | Non
             "or leave it out and name the modules in recompute="
         ) from error
     inputs = tuple(_input(node.meta["desc"], held, call, names) for node in graph.graph.nodes if _primal(node))
-    return Trace(graph, call.batch, inputs, flat.outputs, flat.result, flat.tree, flat.training)
+    return Traced.of(Trace(graph, call.batch, inputs, flat.outputs, flat.result, flat.tree, flat.training))
 
 
 def _primal(node: torch.fx.Node) -> bool:

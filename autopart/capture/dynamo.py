@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import re
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from autopart import _torch
+from autopart.capture.blocks import find_run, shortened
 from autopart.capture.call import Call
 from autopart.capture.guard import changes, reassigned_buffer
 from autopart.capture.trace import (
     Names,
     Trace,
+    Traced,
     copied,
     find_loss,
     flatten_result,
@@ -31,7 +33,9 @@ from autopart.capture.trace import (
 from autopart.errors import CaptureError
 
 
-def trace(module: torch.nn.Module, call: Call, loss_fn: Callable[..., Any] | None, target: bool, names: Names) -> Trace:
+def trace(
+    module: torch.nn.Module, call: Call, loss_fn: Callable[..., Any] | None, target: bool, names: Names
+) -> Traced:
     """Trace one call. With `target`, the call's last positional argument goes to `loss_fn`, not to the module."""
     seen: dict[str, Any] = {}
 
@@ -57,7 +61,7 @@ def trace(module: torch.nn.Module, call: Call, loss_fn: Callable[..., Any] | Non
     made = _finish(module, call, value, seen, names)
     # A buffer changed in place looks reassigned too; its change is in the graph, and `normalise` knows the line of it.
     if other and not any(
-        type(d).__name__ == "InputMutationAOTOutput" for d in made.graph.graph.output_node().meta["desc"]
+        type(d).__name__ == "InputMutationAOTOutput" for d in made.traces[0].graph.graph.output_node().meta["desc"]
     ):
         raise changes(module, f"the buffer {other}")
     return made
@@ -77,7 +81,7 @@ def _outputs(graph: torch.fx.GraphModule) -> tuple[torch.fx.Node, ...]:
     return tuple(graph.graph.output_node().args[0])  # type: ignore[arg-type]
 
 
-def _finish(module: torch.nn.Module, call: Call, value: Any, seen: dict[str, Any], names: Names) -> Trace:
+def _finish(module: torch.nn.Module, call: Call, value: Any, seen: dict[str, Any], names: Names) -> Traced:
     metas = {id(meta): i for i, meta in enumerate(seen["metas"])}
     given = {id(tensor): path for path, tensor in call.tensors}
     loss = find_loss(value, lambda x: id(x) in metas and seen["requires_grad"][metas[id(x)]])
@@ -103,8 +107,20 @@ def _finish(module: torch.nn.Module, call: Call, value: Any, seen: dict[str, Any
         _with_outputs(graph, lambda i: None if starts and i == loss_index else torch.detach)
     outputs = tuple("loss" if i == loss_index and not deferred else "output" for i in range(len(metas)))
     inputs = tuple(_name(tensor, given, names, i) for i, tensor in enumerate(seen["inputs"]))
-    joined = joint(graph, tuple(seen["inputs"]), module)
-    return Trace(joined, call.batch, inputs, outputs, tuple(result), tree, starts or deferred)
+
+    def traced(graph: torch.fx.GraphModule, places: Sequence[int]) -> Trace:
+        joined = joint(graph, tuple(seen["inputs"][i] for i in places), module)
+        mine = tuple(inputs[i] for i in places)
+        return Trace(joined, call.batch, mine, outputs, tuple(result), tree, starts or deferred)
+
+    def whole() -> Trace:
+        return traced(graph, range(len(inputs)))
+
+    placeholders = (node for node in graph.graph.nodes if node.op == "placeholder")
+    run = find_run(graph.graph, {node: item[:2] for node, item in zip(placeholders, inputs, strict=True)})
+    if run is None:
+        return Traced.of(whole())
+    return Traced(tuple(traced(*shortened(graph, run, count)) for count in (3, 4)), run.paths, whole)
 
 
 def _with_outputs(graph: torch.fx.GraphModule, function: Callable[[int], Callable[..., Any] | None]) -> None:

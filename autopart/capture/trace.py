@@ -39,6 +39,24 @@ class Trace:
 
 
 @dataclass(frozen=True, slots=True)
+class Traced:
+    """One call traced at one batch size: by one trace, or where `blocks` are equal by one with three of them and one
+    with four (see `repeat`).
+
+    `blocks` are the paths of their modules. `whole` makes the one trace of all of them.
+    """
+
+    traces: tuple[Trace, ...]
+    blocks: tuple[str, ...]
+    whole: Callable[[], Trace]
+
+    @classmethod
+    def of(cls, trace: Trace) -> Traced:
+        """What is one trace."""
+        return cls((trace,), (), lambda: trace)
+
+
+@dataclass(frozen=True, slots=True)
 class Names:
     """Canonical names: parameters and buffers by identity, so that tied ones have one name.
 
