@@ -89,7 +89,7 @@ def test_files_round_trip(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
-        (["version"], 3, "schema version 3"),
+        (["version"], 2, "schema version 2"),
         (["version"], True, "schema version True"),
         (["schema"], "other", "expected an object with schema"),
         (["extra"], 1, "unknown field extra"),

@@ -77,7 +77,7 @@ def test_an_edited_text_is_verified_and_runs(tmp_path: Path) -> None:
         ("folder", "not a written program .there is no such folder"),
         ("empty", "it has no program.json"),
         ("rank", r"rank1\.py: missing from the written program"),
-        ("schema", "expected schema 'autopart.program', version 1"),
+        ("schema", "expected schema 'autopart.program', version 2"),
         ("operator", "expected an operator that is registered here .*'aten.nothing.default'"),
         ("field", r"staged: missing field edges"),
         ("json", "program.json: not JSON"),
@@ -94,7 +94,7 @@ def test_what_is_no_program_is_refused(case: str, words: str, tmp_path: Path) ->
         case "rank":
             (folder / "rank1.py").unlink()
         case "schema":
-            data["version"] = 2
+            data["version"] = 1
         case "operator":
             data["staged"]["sharded"]["segmented"]["captured"]["nodes"][0]["op"] = "aten.nothing.default"
         case "field":

@@ -16,7 +16,7 @@ from autopart.ir.placement import Placement
 from autopart.ir.state import BUCKET
 from autopart.ir.tensor_plan import TensorPlan
 
-VERSION = 2
+VERSION = 3
 
 OUTPUT = "<output layer>"
 """Among the cuts of a segmented model: the last segment is the product with the vocabulary and what comes after it."""

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import torch
 
 SCHEMA = "autopart.program"
-VERSION = 1
+VERSION = 2
 
 
 @dataclass(frozen=True, slots=True)
