@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from difflib import get_close_matches
-from fnmatch import fnmatchcase
 from types import MappingProxyType
 from typing import Any, Unpack
 
@@ -14,6 +11,7 @@ import torch
 
 from autopart import capture as capturing
 from autopart.api import tensor
+from autopart.api.checks import check_cut, check_fingerprint, check_patterns, fingerprint
 from autopart.api.options import SEMANTICS, one_of
 from autopart.api.plain import check_hooks
 from autopart.api.progress import shown
@@ -24,7 +22,7 @@ from autopart.ir.action import Scheduled
 from autopart.ir.captured import Captured
 from autopart.ir.cost import PRECISIONS, optimizer_bytes
 from autopart.ir.mesh import pieces
-from autopart.ir.plan import INPUT, OUTPUT, Plan, around
+from autopart.ir.plan import INPUT, OUTPUT, Plan
 from autopart.ir.program import Program
 from autopart.ir.segmented import Segmented
 from autopart.ir.sharded import Sharded
@@ -82,7 +80,7 @@ def _counted_on(segmented: Segmented, chosen: Plan, inputs: str) -> Plan:
 
 def _fitting(captured: Captured, pins: Pins) -> Pins:
     """The pins for a step. Raises ValueError where a pattern matches nothing, or its outputs rule a schedule out."""
-    _check_patterns(pins.get("placement"), captured)
+    check_patterns(pins.get("placement"), captured)
     if not captured.deferred:
         return pins
     check_deferred(pins.get("schedule"))
@@ -358,48 +356,6 @@ def named(stages: int | Sequence[str] | None) -> tuple[str, ...]:
     return () if stages is None or isinstance(stages, int | str) else tuple(stages)
 
 
-def fingerprint(captured: Captured) -> str:
-    """A hash of the parameters' names, shapes and dtypes."""
-    text = "\n".join(sorted(f"{i.target} {i.value.at(1)} {i.value.dtype}" for i in captured.of_kind("parameter")))
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def check_fingerprint(plan: Plan, captured: Captured) -> None:
-    """Refuse a plan that was made for another model."""
-    if plan.fingerprint not in ("", fingerprint(captured)):
-        raise ValueError("plan: it was made for another model (parameter names, shapes or dtypes differ); plan again")
-
-
 def _check_slices(segmented: Segmented, plan: Plan) -> None:
     if segmented.captured.training:
         check_cut(pieces(plan.batch, plan.mesh.degree("dp")), plan, least_samples(segmented.captured))
-
-
-def check_cut(shares: Sequence[int], plan: Plan, least: int) -> None:
-    """Refuse a batch, of so many samples a data rank, that the plan cannot cut into slices of at least `least`."""
-    degree, count, few = plan.mesh.degree("dp"), plan.microbatches, min(shares)
-    if few >= count * least:
-        return
-    each = f" of {least} samples, without which a BatchNorm has no variance" if least > 1 else ""
-    batch = (
-        f"the {few} samples of data rank {shares.index(few)} cannot be cut into the plan's {count} microbatches{each}"
-        if plan.inputs == "local"
-        else f"{sum(shares)} samples cannot be cut into {degree * count} pieces{each} (dp x microbatches of the plan)"
-    )
-    raise ValueError(
-        f"batch: {batch}; pass more samples (a loader's last batch may be small: drop_last=True), or pin fewer "
-        "microbatches"
-    )
-
-
-def _check_patterns(placement: object, captured: Captured) -> None:
-    """Refuse a placement pattern that matches no parameter."""
-    if not isinstance(placement, Mapping):
-        return
-    names = [item.target for item in captured.of_kind("parameter")]
-    known = {candidate for name in names for candidate in around(name)}
-    for pattern in placement:
-        if not any(fnmatchcase(name, pattern) for name in known):
-            close = get_close_matches(pattern, known, n=3)
-            hint = f"; did you mean {', '.join(map(repr, close))}?" if close else ""
-            raise ValueError(f"placement: no parameter or module is called {pattern!r}{hint}")

@@ -10,7 +10,7 @@ import torch
 
 from autopart import capture as capturing
 from autopart.api.agreement import digest
-from autopart.api.compiler import check_cut
+from autopart.api.checks import check_cut
 from autopart.api.lookahead import Lookahead, different
 from autopart.api.module import Parallel
 from autopart.api.plain import as_plain

@@ -16,6 +16,7 @@ import torch
 from autopart import capture as capturing
 from autopart.api import compiler, loop_plans
 from autopart.api.boundary import check_local
+from autopart.api.checks import check_cut, check_fingerprint
 from autopart.api.options import Options
 from autopart.api.plain import constants
 from autopart.api.ranks import Ranks
@@ -158,7 +159,7 @@ class Programs:
             self._keep(self._key(made, asked), compiled, type(asked.model).__name__)
         if compiled.program.captured.training:
             plan = compiled.program.plan
-            compiler.check_cut(asked.shares(plan), plan, compiled.least)
+            check_cut(asked.shares(plan), plan, compiled.least)
             self.training = compiled.program
         return compiled
 
@@ -180,7 +181,7 @@ class Programs:
             raise ValueError(f"schedule: {text!r} is asked for, but the plan is of {told!r}; name that")
         program = self._given(asked, loop=True) or self._overlapped(asked, ranks, residence, mesh, text, batch)
         compiled = self._compiled(program, asked, ranks)
-        compiler.check_cut(asked.shares(program.plan), program.plan, compiled.least)
+        check_cut(asked.shares(program.plan), program.plan, compiled.least)
         return compiled
 
     def _overlapped(
@@ -269,7 +270,7 @@ class Programs:
                     f"plan: it is of a loop whose steps overlap (schedule {plan_text.schedule(plan.schedule)}); train "
                     f"with autopart.train_loop(model, optimizer, batches, schedule={told})"
                 )
-            compiler.check_cut(asked.shares(plan), plan, least_samples(captured))
+            check_cut(asked.shares(plan), plan, least_samples(captured))
         segmented = segment(captured, cuts=plan.cuts)
         if captured.deferred:
             plan = forwards_first(plan)
@@ -299,7 +300,7 @@ class Programs:
         given, inputs = self.options.given_plan, self.options.inputs
         if given is None:
             return compiler.planned(captured, batch=batch, inputs=inputs, **self.options.pins(devices))
-        compiler.check_fingerprint(given, captured)
+        check_fingerprint(given, captured)
         if given.inputs == inputs:
             return given
         return compiler.predicted(segment(captured, cuts=given.cuts), replace(given, inputs=inputs))

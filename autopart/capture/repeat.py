@@ -1,10 +1,10 @@
 """A step with three of many equal blocks, written out with all of them.
 
 In the operators of a joint graph each block has a stretch in the forward and one in the backward, each to its
-neighbours as the next one's is to its own. So a block more is the middle one's two stretches once more, between it and the last;
-what differs are the module's path, the names of parameters, and the counters in the names of values, which are affine
-in the block's place and in the number of blocks, as sizes are in the batch. None of this is assumed: it is read off
-three blocks and must give the graph of four, name by name.
+neighbours as the next one's is to its own. So a block more is the middle one's two stretches once more, between it and
+the last; what differs are the module's path, the names of parameters, and the counters in the names of values, which
+are affine in the block's place and in the number of blocks, as sizes are in the batch. None of this is assumed: it is
+read off three blocks and must give the graph of four, name by name.
 """
 
 from __future__ import annotations
