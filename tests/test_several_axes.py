@@ -85,7 +85,8 @@ def test_mixtures_of_experts(mesh: Any, pins: dict[str, Any]) -> None:
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("seed", range(10))
 def test_any_cluster_and_any_pins(seed: int) -> None:
     """What is fastest somewhere is right: of splits on two axes, and exchanges between, nearly all come up."""
     draw = Random(seed)
@@ -94,15 +95,15 @@ def test_any_cluster_and_any_pins(seed: int) -> None:
     name, models = draw.choice([("gpt", made), ("llama", made), ("routed", axis_models.made)])
     sizes = dict(zip(draw.sample(["tp", "cp", "ep"], 2), draw.choice([(2, 2), (2, 3), (3, 2)]), strict=True))
     model, args, segmented = models(name)
-    placement: dict[str, Any] = {"*": "ddp"}
-    for item in draw.sample(segmented.captured.of_kind("parameter"), 3):
-        how = {axis: Shard(draw.randrange(len(item.value.shape))) for axis in sizes if axis != "cp"}
-        try:
-            solve(segmented, mesh=sizes, cluster=cluster, placement={item.target: how, **placement})
-        except ValueError:  # some cannot be
-            continue
-        placement = {item.target: how, **placement}
-    plan = solve(segmented, mesh=sizes, cluster=cluster, placement=placement)
+    drawn = draw.sample(segmented.captured.of_kind("parameter"), 3)
+    split = [axis for axis in sizes if axis != "cp"]
+    wish = {item.target: {axis: Shard(draw.randrange(len(item.value.shape))) for axis in split} for item in drawn}
+    wanted = asked(segmented.captured, len(args[0]), {"mesh": sizes, "cluster": cluster, "placement": wish})
+    try:
+        placements(segmented, wanted)
+    except ValueError:  # some cannot be
+        wish = {}
+    plan = solve(segmented, mesh=sizes, cluster=cluster, placement={**wish, "*": "ddp"})
     assert_parity(model, args, plan=lower(segmented, plan), capture="direct", steps=2)
 
 

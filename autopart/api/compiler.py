@@ -17,6 +17,7 @@ from autopart.api.plain import check_hooks
 from autopart.api.progress import shown
 from autopart.capture import NO_TARGET
 from autopart.capture.call import Call
+from autopart.capture.guard import uncollected
 from autopart.codegen.shapes import Bodies
 from autopart.ir.action import Scheduled
 from autopart.ir.captured import Captured
@@ -213,9 +214,10 @@ def lower(
         check_sums(segmented.captured.inputs, segmented.captured.prologue)
     (staged, *others), lowered = _staged(segmented, plan, state, fits)
     bodies = Bodies()
-    program = emit(staged, lowered, plan, others=others, bodies=bodies)
-    if check:
-        verify(program, bodies=bodies)
+    with uncollected():
+        program = emit(staged, lowered, plan, others=others, bodies=bodies)
+        if check:
+            verify(program, bodies=bodies)
     return program
 
 

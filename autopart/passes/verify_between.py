@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise, zip_longest
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -94,11 +94,29 @@ def collectives(texts: Sequence[Text]) -> list[Meeting]:
                 group = known[who]
                 if len(group) > 1:
                     rows.setdefault(group, {}).setdefault(text.rank, []).append((text.rank, number))
-    made = []
+    made, common = [], _Common()
     for group, members in sorted(rows.items()):
         for meeting in zip_longest(*(members.get(rank, []) for rank in group)):
-            made.append(_check_meeting(texts, group, meeting))
+            made.append(_check_meeting(texts, group, meeting, common))
     return made
+
+
+class _Common(dict[int, int]):
+    """A number for each event, equal for events that members of a group may have in one collective.
+
+    By the event's identity: ranks that do the same have one recording.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers: dict[tuple[object, ...], int] = {}
+
+    def of(self, event: Event) -> int:
+        """The number of an event, which has to live on."""
+        found = self.get(id(event))
+        if found is None:
+            found = self[id(event)] = self.numbers.setdefault(_same(event), len(self.numbers))
+        return found
 
 
 def _check_group(text: Text, event: Event) -> None:
@@ -114,7 +132,9 @@ def _check_group(text: Text, event: Event) -> None:
         raise fault("collectives", text.at(event), problem, "only the members of a group may call its collectives")
 
 
-def _check_meeting(texts: Sequence[Text], group: tuple[int, ...], meeting: Sequence[Position | None]) -> Meeting:
+def _check_meeting(
+    texts: Sequence[Text], group: tuple[int, ...], meeting: Sequence[Position | None], common: _Common
+) -> Meeting:
     """One collective as each member has it, None where a member has no more."""
     found = [position for position in meeting if position is not None]
     first = _event(texts, found[0])
@@ -123,7 +143,7 @@ def _check_meeting(texts: Sequence[Text], group: tuple[int, ...], meeting: Seque
         if position is None:
             raise fault("collectives", texts[found[0][0]].at(first), f"rank {rank} does not take part", remedy)
         other = _event(texts, position)
-        if _same(first) != _same(other):
+        if other is not first and common.of(first) != common.of(other):
             problem = f"at that point {texts[rank].at(other)} is called with axis {other.axis!r}"
             where = f"{texts[found[0][0]].at(first)} with axis {first.axis!r}"
             raise fault("collectives", where, problem, remedy)
@@ -143,28 +163,54 @@ def ends(texts: Sequence[Text], meetings: Sequence[Meeting]) -> int:
     A meeting happens when all who take part have come to it, so it waits for whatever each of them does before. These
     waits have a cycle exactly if the ranks deadlock.
     """
-    import networkx as nx
-
     _check_columns(texts)
     _check_yields(texts, meetings)
-    event: dict[Position, Meeting] = {position: meeting for meeting in meetings for position in meeting}
-    waits: nx.DiGraph[Meeting] = nx.DiGraph()
-    waits.add_nodes_from(meetings)
-    for text in texts:
-        row = [event[at] for number in range(len(text.events)) if (at := (text.rank, number)) in event]
-        waits.add_edges_from(pairwise(row))
-    if not nx.is_directed_acyclic_graph(waits):
-        found = nx.find_cycle(waits)
-        cycle = min((nx.shortest_path(waits, after, before) for before, after in found), key=len)[::-1]
-        told = [_told(texts, meeting) for meeting in [*cycle, cycle[0]]]
-        circle = "\n  waits for ".join(told)
-        remedy = "call what ranks do together in one order on all of them"
-        raise VerificationError(f"rule deadlock: these wait for each other; {remedy}\n  {circle}")
+    rows: dict[int, list[tuple[int, int]]] = {text.rank: [] for text in texts}
+    for which, meeting in enumerate(meetings):
+        for rank, number in meeting:
+            rows[rank].append((number, which))
+    ordered = {rank: [which for _, which in sorted(row)] for rank, row in rows.items()}
+    if not _all_happen(meetings, ordered):
+        raise _deadlock(texts, [[meetings[which] for which in row] for row in ordered.values()])
     return len(meetings)
+
+
+def _all_happen(meetings: Sequence[Meeting], rows: Mapping[int, Sequence[int]]) -> bool:
+    """Whether all ranks come to the end of their meetings, in order, each of which waits for all who take part."""
+    at = dict.fromkeys(rows, 0)
+    missing = list(map(len, meetings))
+    moved = [rank for rank, row in rows.items() if row]
+    while moved:
+        rank = moved.pop()
+        which = rows[rank][at[rank]]
+        missing[which] -= 1
+        if not missing[which]:
+            for member, _ in meetings[which]:
+                at[member] += 1
+                if at[member] < len(rows[member]):
+                    moved.append(member)
+    return not any(missing)
+
+
+def _deadlock(texts: Sequence[Text], rows: Sequence[Sequence[Meeting]]) -> VerificationError:
+    """The error for ranks that wait for each other, with a shortest circle."""
+    import networkx as nx
+
+    waits: nx.DiGraph[Meeting] = nx.DiGraph()
+    for row in rows:
+        waits.add_edges_from(pairwise(row))
+    found = nx.find_cycle(waits)
+    cycle = min((nx.shortest_path(waits, after, before) for before, after in found), key=len)[::-1]
+    told = [_told(texts, meeting) for meeting in [*cycle, cycle[0]]]
+    circle = "\n  waits for ".join(told)
+    remedy = "call what ranks do together in one order on all of them"
+    return VerificationError(f"rule deadlock: these wait for each other; {remedy}\n  {circle}")
 
 
 def _check_yields(texts: Sequence[Text], meetings: Sequence[Meeting]) -> None:
     """A step that waits for the gradients of its outputs waits on all ranks: what meets is before that, or after it."""
+    if not any(text.recording.early for text in texts):
+        return
     for meeting in meetings:
         early = [number < texts[rank].recording.early for rank, number in meeting]
         if len(set(early)) > 1:
