@@ -16,7 +16,7 @@ import torch
 import autopart
 from autopart.api import parallelize
 from autopart.api.compiler import lower, solve
-from autopart.api.tensor import asked, exchanged, placements
+from autopart.api.tensor import asked, exchanged, nested, placements
 from autopart.cluster import Cluster, Device, Group, Link
 from autopart.errors import VerificationError
 from autopart.ir.elements import Elements
@@ -28,6 +28,7 @@ from autopart.ir.segmented import Body, Function, Segment
 from autopart.passes.places import at_place
 from autopart.passes.verify import verify
 from autopart.solver.axis import Axis
+from autopart.solver.place import place
 from autopart.solver.tensor import layout_of
 from autopart.testing import LocalWorld, assert_parity, reference_random
 from autopart.testing.parity import compare, train
@@ -250,8 +251,9 @@ def parameters(plan: Plan) -> dict[str, dict[str, object]]:
 def test_heads_lie_on_one_axis_and_experts_on_the_other_where_that_pays() -> None:
     """Parallel folding: within a node heads are split; between nodes attention is whole, and each has its experts."""
     segmented = axis_models.made("routed")[2]
-    wanted = asked(segmented.captured, axis_models.SAMPLES, {"mesh": {"ep": 2, "tp": 2}, "cluster": FAR})
-    plan, *_ = placements(segmented, wanted)[0]
+    first, *rest = asked(segmented.captured, axis_models.SAMPLES, {"mesh": {"ep": 2, "tp": 2}, "cluster": FAR})
+    axis = first.on(axis_models.SAMPLES)
+    plan = nested(segmented, axis, place(segmented, axis), rest)
     how = {each.axis: dict(each.parameters) for each in plan.axes}
     assert [how[axis]["layers.1.qkv.weight"] for axis in ("tp", "ep")] == [Shard(0, 3), Replicate()]
     assert [how[axis]["layers.1.out.weight"] for axis in ("tp", "ep")] == [Shard(1), Replicate()]

@@ -123,13 +123,13 @@ def placements(segmented: Segmented, asked: Sequence[Inside]) -> tuple[Found, ..
     found += [(first.on(1), size, each) for size, each in enumerate(front(segmented, first.on(1), pins))]
     kept: dict[object, TensorPlan] = {}
     for axis, size, each in found:
-        made = _nested(segmented, axis, each, rest, size)
+        made = nested(segmented, axis, each, rest, size)
         key = tuple((one.choices, one.segments, one.parameters, one.between) for one in made.axes)
         kept.setdefault(key, made)
     return tuple((made, *costs_of(segmented, made)) for made in kept.values())
 
 
-def _nested(segmented: Segmented, axis: Axis, found: Placed, rest: Sequence[Inside], size: int) -> TensorPlan:
+def nested(segmented: Segmented, axis: Axis, found: Placed, rest: Sequence[Inside], size: int = 0) -> TensorPlan:
     """A placement on an axis and, each on what those before it leave, on the `rest`.
 
     Of their fronts it is the one of number `size`, the fastest being the first, or the last there is.
@@ -140,7 +140,9 @@ def _nested(segmented: Segmented, axis: Axis, found: Placed, rest: Sequence[Insi
     for inside in rest:
         steps = _cut(steps, _step(steps[0], found, axis), alike=True)
         axis = inside.on(axis.batch, outer=outer)
-        found = front(steps[0], axis, dict(inside.pins), others=steps[1:])[: size + 1][-1]
+        first, pins, others = steps[0], dict(inside.pins), steps[1:]
+        ways = front(first, axis, pins, others=others) if size else (place(first, axis, pins, others=others),)
+        found = ways[min(size, len(ways) - 1)]
         plans.append(_planned(steps[0], axis, found))
         outer = (*outer, axis)
     return TensorPlan.nested(plans)
