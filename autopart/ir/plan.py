@@ -109,6 +109,36 @@ class Plan:
     took: float = field(default=0.0, compare=False)  # seconds of the search; no part of the plan, nor of its file
 
     def __post_init__(self) -> None:
+        self._check_stages()
+        names = self.segments
+        if len(set(names)) != len(names) or not all(stage.segments for stage in self.stages):
+            raise ValueError("plan: every stage needs a segment, and every segment exactly one stage")
+        if unknown := [name for name in self.recompute if name not in names]:
+            raise ValueError(
+                f"plan: recompute names {', '.join(map(repr, unknown))}, but the segments are {list(names)}"
+            )
+        if not self.placements or self.placements[-1][0] != "*":
+            raise ValueError("plan: the last placement pattern must be '*'")
+        spare = {name: size for name, size in self.mesh.axes if name not in ("pp", "dp") and size > 1}
+        if spare != {each.axis: each.degree for each in self.axes_inside}:
+            inside = " and ".join(f"{each.axis}={each.degree}" for each in self.axes_inside) or "no axis"
+            raise ValueError(f"plan: inside segments it is for {inside}, but its mesh is {self.mesh}")
+        if self.inputs not in INPUTS:
+            raise ValueError(f"plan: inputs must be one of {', '.join(INPUTS)}, not {self.inputs!r}")
+        if self.precision not in PRECISIONS:
+            raise ValueError(f"plan: precision must be None or 'mixed', not {self.precision!r}")
+        if self.microbatches < 1 or self.batch < self.mesh.degree("dp") * self.microbatches:
+            raise ValueError(
+                f"plan: a batch of {self.batch} cannot be cut into dp={self.mesh.degree('dp')} x {self.microbatches}"
+                " microbatches"
+            )
+        if not len(self.prediction.memory) == len(self.prediction.stage_seconds) == len(self.stages):
+            raise ValueError(f"plan: the prediction must speak of {len(self.stages)} stages")
+        if self.prediction.sent and len(self.prediction.sent) != self.mesh.size:
+            raise ValueError(f"plan: bytes sent must be given for all {self.mesh.size} ranks or for none")
+
+    def _check_stages(self) -> None:
+        """Raise ValueError unless stages, and what the schedule asks to be beside them, are where they can be."""
         columns = [stage_ranks(self.mesh, column) for column in range(self.mesh.degree("pp"))]
         for number, stage in enumerate(self.stages):
             if stage.ranks not in columns:
@@ -144,32 +174,6 @@ class Plan:
                 f"schedule: {plan_text.schedule(self.schedule)} cuts the sequence into {self.slices} slices, which is "
                 "not done yet where a mesh axis splits tensors inside segments; pin schedule='1f1b', say, or pp and dp"
             )
-        names = self.segments
-        if len(set(names)) != len(names) or not all(stage.segments for stage in self.stages):
-            raise ValueError("plan: every stage needs a segment, and every segment exactly one stage")
-        if unknown := [name for name in self.recompute if name not in names]:
-            raise ValueError(
-                f"plan: recompute names {', '.join(map(repr, unknown))}, but the segments are {list(names)}"
-            )
-        if not self.placements or self.placements[-1][0] != "*":
-            raise ValueError("plan: the last placement pattern must be '*'")
-        spare = {name: size for name, size in self.mesh.axes if name not in ("pp", "dp") and size > 1}
-        if spare != {each.axis: each.degree for each in self.axes_inside}:
-            inside = " and ".join(f"{each.axis}={each.degree}" for each in self.axes_inside) or "no axis"
-            raise ValueError(f"plan: inside segments it is for {inside}, but its mesh is {self.mesh}")
-        if self.inputs not in INPUTS:
-            raise ValueError(f"plan: inputs must be one of {', '.join(INPUTS)}, not {self.inputs!r}")
-        if self.precision not in PRECISIONS:
-            raise ValueError(f"plan: precision must be None or 'mixed', not {self.precision!r}")
-        if self.microbatches < 1 or self.batch < self.mesh.degree("dp") * self.microbatches:
-            raise ValueError(
-                f"plan: a batch of {self.batch} cannot be cut into dp={self.mesh.degree('dp')} x {self.microbatches}"
-                " microbatches"
-            )
-        if not len(self.prediction.memory) == len(self.prediction.stage_seconds) == len(self.stages):
-            raise ValueError(f"plan: the prediction must speak of {len(self.stages)} stages")
-        if self.prediction.sent and len(self.prediction.sent) != self.mesh.size:
-            raise ValueError(f"plan: bytes sent must be given for all {self.mesh.size} ranks or for none")
 
     @property
     def segments(self) -> tuple[str, ...]:
