@@ -2,9 +2,9 @@
 
     python benchmarks/planner.py [--only llama|gpt3|stacks]
 
-Modules are on the meta device, so nothing of them is in memory; capture is direct. Targets: Llama-3-70B's shapes on 64
-H100 in 8 nodes and GPT-3 175B's on 1,024 A100, at most 60 s each from module to plan, within 3 GB; planning a stack of
-256 equal blocks, capture left out, at most twice the time of 4.
+Modules are on the meta device, so nothing of them is in memory. Targets: Llama-3-70B's shapes on 64 H100 in 8 nodes
+and GPT-3 175B's on 1,024 A100, at most 60 s each from module to plan, within 3 GB; planning a stack of 256 equal
+blocks, capture left out, at most twice the time of 4.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def large(name: str, shape: Shape, batch: int, cluster: autopart.Cluster) -> Non
     began = time.perf_counter()
     model, args = sample(shape, batch)
     call = read(model, args)
-    captured = compiler.captured_step(model, call, None, False, "direct")
+    captured = compiler.captured_step(model, call, None, False, "compile")
     capture = time.perf_counter() - began
     seconds, plan = timed(lambda: compiler.planned(captured, cluster=cluster))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -147,7 +147,7 @@ def stacks(rounds: int) -> None:
     for layers in (4, 16, 64, 256):
         shape = Shape(layers=layers, width=1024, heads=16, inner=4096, vocabulary=1024, length=128)
         model, args = sample(shape, 64)
-        captured = compiler.captured_step(model, read(model, args), None, False, "direct")
+        captured = compiler.captured_step(model, read(model, args), None, False, "compile")
         best: list[float] = []
         for _ in range(rounds):
             cutting, segmented = timed(lambda captured=captured: segment(captured))

@@ -2,11 +2,11 @@
 
     python benchmarks/published.py [--only 1.7B 39B 22B-frontier llama ...] [--quick]
 
-Nothing is run and no weights are in memory: modules are on the meta device, capture is direct. Of every run: the step
-predicted for its mesh, microbatch, schedule and recomputation, pinned; the published FLOP/s over the predicted ones;
-beside it the fastest plan of ours for the same devices and batch, at most as long, and which single change of theirs
-comes how near to it. A run is a matter of minutes for the largest models; `--only` picks some, `--quick` leaves the
-single changes out.
+Nothing is run and no weights are in memory: modules are on the meta device. Of every run: the step predicted for its
+mesh, microbatch, schedule and recomputation, pinned; the published FLOP/s over the predicted ones; beside it the
+fastest plan of ours for the same devices and batch, at most as long, and which single change of theirs comes how near
+to it. A run is a matter of minutes for the largest models; `--only` picks some, `--quick` leaves the single changes
+out.
 
 The runs:
 
@@ -133,7 +133,7 @@ def model_flops(shape: Shape, batch: int) -> float:
 def captured(shape: Shape, batch: int) -> Captured:
     """One step of a model, captured once for all its plans."""
     module, args = sample(shape, batch)
-    return compiler.captured_step(module, read(module, args), None, False, "direct")
+    return compiler.captured_step(module, read(module, args), None, False, "compile")
 
 
 def mesh(tensor: int, pipeline: int, devices: int) -> dict[str, int]:

@@ -1,4 +1,6 @@
-"""Capture without torch.compile: the module itself is traced, which is faster and takes fake parameters.
+"""Capture without torch.compile: the module itself is traced, which is faster but for deep stacks of equal blocks.
+
+It takes fake parameters, too.
 
 Module names come from hooks that annotate the nodes made inside a module's forward; the annotation reaches backward
 nodes too.
