@@ -55,12 +55,13 @@ class Meetings:
     def __init__(self) -> None:
         self.groups = {kind: dist.new_group() for kind in (Kind.F, Kind.S, Kind.T)}
         self.begun: dict[tuple[Kind, int], dist.Work | None] = {}
+        self.sent: list[tuple[dist.Work | None, torch.Tensor]] = []
 
     def before(self, schedule: Schedule, action: Action) -> None:
         """Wait for what an action needs of all ranks."""
         last, source = schedule.stages - 1, schedule.place[-1]
         if action.kind is Kind.S and dist.get_rank() != source:
-            dist.broadcast(torch.zeros(MESSAGE), source, group=self.groups[Kind.F])
+            dist.recv(torch.zeros(MESSAGE), source, group=self.groups[Kind.F])
         elif action.kind is Kind.T or (action.kind in (Kind.B, Kind.I) and action.stage == last):
             kind = Kind.T if action.kind is not Kind.T and schedule.barriers == 2 else Kind.S
             work = self.begun.get((kind, action.microbatch))
@@ -70,8 +71,9 @@ class Meetings:
     def after(self, schedule: Schedule, action: Action) -> None:
         """Begin what other ranks need of an action."""
         if action.kind is Kind.F and action.stage == schedule.stages - 1:
-            source = schedule.place[-1]
-            dist.broadcast(torch.zeros(MESSAGE), source, group=self.groups[Kind.F], async_op=True)
+            others = (rank for rank in range(schedule.ranks) if rank != schedule.place[-1])
+            value = torch.zeros(MESSAGE)  # to each by itself, as programs send it: a broadcast goes by way of others
+            self.sent += [(dist.isend(value, rank, group=self.groups[Kind.F]), value) for rank in others]
         elif action.kind in (Kind.S, Kind.T):
             work = dist.all_reduce(torch.zeros(MESSAGE), group=self.groups[action.kind], async_op=True)
             self.begun[action.kind, action.microbatch] = work
