@@ -260,6 +260,17 @@ def test_heads_lie_on_one_axis_and_experts_on_the_other_where_that_pays() -> Non
     assert [how["ep"][f"layers.1.experts.{name}"] for name in ("up", "down")] == [Shard(0)] * 2
 
 
+def test_attention_goes_in_no_ring_on_an_axis_before_another() -> None:
+    """Its places would run different operators, of which the next axis could decide nothing in common."""
+
+    def rings(**sizes: int) -> int:
+        tensor = program("gpt of one layer", axes(**sizes), CHEAP).plan.tensor
+        assert tensor is not None
+        return sum(strategy.ring for choice in tensor.choices for strategy in choice.forward.strategies)
+
+    assert (rings(tp=4), rings(tp=4, cp=2)) == (1, 0)
+
+
 def test_on_cp_parameters_are_whole_of_what_tp_leaves() -> None:
     plan = program("gpt", axes(tp=2, cp=2), CHEAP).plan
     how = parameters(plan)

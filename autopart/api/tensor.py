@@ -45,13 +45,14 @@ class Inside:
     sizes: tuple[int, ...]  # samples of the microbatches whose time counts
     divides: bool  # whether places may have some of the samples each, where their number is a multiple of `degree`
     pins: tuple[tuple[str, Pin], ...]  # by parameter
+    alike: bool = False  # whether another axis is placed after it
 
     def on(self, samples: int, *, divides: bool = False, outer: tuple[Axis, ...] = ()) -> Axis:
         """The axis for microbatches of so many samples, of which places may have some each if it `divides` them.
 
         `outer` are the axes that were placed before.
         """
-        return Axis(self.axis, self.degree, self.cluster, samples, divides=divides, outer=outer)
+        return Axis(self.axis, self.degree, self.cluster, samples, divides=divides, outer=outer, alike=self.alike)
 
 
 def asked(captured: Captured, batch: int, pins: Pins, inputs: str = "global") -> tuple[Inside, ...]:
@@ -70,7 +71,15 @@ def asked(captured: Captured, batch: int, pins: Pins, inputs: str = "global") ->
     cluster = pins.get("cluster") or Cluster.preset("cpu", per_node=mesh.size)
     sizes, alone = (_samples(batch, mesh, pins),), inputs == "global" and len(axes) == 1
     return tuple(
-        Inside(axis, mesh.degree(axis), linked(cluster, mesh, axis), sizes, alone and axis not in WHOLE, wanted[axis])
+        Inside(
+            axis,
+            mesh.degree(axis),
+            linked(cluster, mesh, axis),
+            sizes,
+            alone and axis not in WHOLE,
+            wanted[axis],
+            alike=axis != axes[-1],
+        )
         for axis in axes
     )
 
@@ -216,7 +225,10 @@ def _placed(steps: Steps, tensor: TensorPlan, outer: Sequence[TensorPlan], *, fi
         used = {target for segment in first.segments for target in segment.parameters}
         pins: dict[str, Pin] = {target: how for target, how in tensor.parameters if target in used}
         divides = fits and tensor.multiple > 1
-        axis = Axis(tensor.axis, tensor.degree, tensor.cluster, tensor.samples, divides=divides, outer=_axes(outer))
+        alike = tensor.inner is not None
+        axis = Axis(
+            tensor.axis, tensor.degree, tensor.cluster, tensor.samples, divides=divides, outer=_axes(outer), alike=alike
+        )
         placed = _step(first, place(first, axis, pins, others=others), axis)
         known = dict(placed.parameters) | dict(tensor.parameters)
         placed = replace(placed, parameters=tuple(known.items()))

@@ -59,7 +59,8 @@ class Axis:
 
     `copies` is how many times a parameter's bytes are held: itself, its gradient, Adam's moments. `divides` says that
     all microbatches are multiples of `degree` samples, so that places may have some samples each. `outer` are the axes
-    that were placed before, whose collectives are nodes of the body.
+    that were placed before, whose collectives are nodes of the body. `alike` says that another axis is placed after, on
+    what is left at each place: all of them must run the same operators.
     """
 
     name: str
@@ -69,6 +70,7 @@ class Axis:
     copies: int = 4
     divides: bool = False
     outer: tuple[Axis, ...] = ()
+    alike: bool = False
 
     def __post_init__(self) -> None:
         if self.degree < 2:

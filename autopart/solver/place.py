@@ -186,7 +186,8 @@ def _solvable(
     entangled at all, in which nothing is split.
     """
     plain = replace(axis, divides=False)
-    for way, rings in dict.fromkeys(((axis, turns), (plain, turns), (plain, None))):
+    rung = None if axis.alike else turns  # under a causal mask the places of a ring run different operators
+    for way, rings in dict.fromkeys(((axis, rung), (plain, rung), (plain, None))):
         layout = layout_of(body, segment, way, whole, pins, turns=rings, others=others)
         with contextlib.suppress(MemoryError):
             return layout, solve(layout.layout, units, TIE, LARGEST)
