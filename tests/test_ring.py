@@ -13,12 +13,15 @@ import torch
 
 from autopart.api import parallelize
 from autopart.api.compiler import solve
+from autopart.capture import read
 from autopart.cluster import Cluster
 from autopart.codegen.exchange import exchanges
 from autopart.codegen.shapes import Bodies
 from autopart.errors import VerificationError
 from autopart.ir.placement import Shard
 from autopart.ir.segmented import Body, Function, Segment
+from autopart.passes.predict import predict_memory
+from autopart.passes.schedule import schedule
 from autopart.passes.verify_between import collectives
 from autopart.passes.verify_texts import read as read_text
 from autopart.rules import ring
@@ -32,6 +35,7 @@ from tests.launch import launch
 from tests.ring_models import CASES, CLASSES, NEAR, SAMPLES, WIDTH, forced, made, program, route
 from tests.tensor_axis import LATE, adam, axes, soak
 from tests.test_eliminate import oracle
+from tests.test_predict import Case, Sample, measure
 from tests.test_rule_strategies import run_all
 from tests.test_verify import edited, refused
 
@@ -172,6 +176,16 @@ def test_linear_attention_adds_up_states() -> None:
     assert re.findall(r"world\.(\w+)_values", forward) == ["all_reduce"] * 2
     assert {*re.findall(r"world\.(\w+)_values", backward)} == {"all_reduce"}
     assert_parity(*made("linear")[:2], plan=whole, capture="direct", steps=1)
+
+
+def test_a_place_keeps_what_is_predicted() -> None:
+    """A piece of flattened targets, which is part of each sequence, is no view of the caller's."""
+    (model, args, segmented), whole = made("linear"), program("linear", axes(cp=3))
+    rows = schedule(whole.staged, whole.plan)
+    each = Case(Sample(model, read(model, args, {}), segmented), whole.plan, whole.staged, rows, whole)
+    for rank, seen in enumerate(measure(each)):
+        (memory,) = predict_memory(whole.staged_on(rank), rows, whole.plan)
+        assert seen.memory.activations == memory.activations
 
 
 def gloo_case() -> dict[str, int]:

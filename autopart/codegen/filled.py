@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 
 from autopart.codegen.functions import indented
-from autopart.codegen.loop import function, once, store_names, total
+from autopart.codegen.loop import function, once, reductions, store_names, total
 from autopart.codegen.stages import stage_outputs, stage_prologue
 from autopart.codegen.step import action_lines, scheduled_lines
 from autopart.ir.action import Action, Kind, stages_of
@@ -79,8 +79,7 @@ def _train(staged: Staged, loop: Filled, column: int, degree: int, row: Sequence
             lines += _ahead(staged, [*part], loop.batch, loop.batch)
         else:
             lines += scheduled_lines(staged, [*part], "first")
-    units = [unit for unit in staged.trained() if degree > 1 and not {*stages}.isdisjoint(unit.stages)]
-    lines += [f'world.all_reduce("{unit.name}", axis="dp")' for unit in units] + ["world.wait()"] * bool(units)
+    lines += reductions(staged, stages, degree)
     lines += [f"world.update(stage={stage}, step=first // {loop.batch}, keep=0)" for stage in stages]
     lines.append(f"return {total(staged, stages)}")
     fills = any(a.kind is Kind.F and a.microbatch >= loop.batch for a in row)

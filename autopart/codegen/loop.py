@@ -47,7 +47,7 @@ def _step(staged: Staged, stream: Stream, stage: int) -> list[str]:
 
 def _backward(staged: Staged, stream: Stream, stage: int, degree: int) -> list[str]:
     lines = ["batch = batches.of(k)", *_action(staged, stream, stage, Kind.B), *_sends(staged, stage, forward=False)]
-    step = reductions(staged, stage, degree)
+    step = reductions(staged, [stage], degree)
     delay = f", delay={stream.delay[stage]}" if stream.delay[stage] else ""
     number = f"k // {stream.batch}" if stream.batch > 1 else "k"
     step.append(f"world.update(stage={stage}, step={number}, keep={stream.keep[stage]}{delay})")
@@ -67,9 +67,9 @@ def _drain(staged: Staged, stream: Stream, stage: int) -> list[str]:
     return function("drain(world, batches)", doc, lines, _stores(staged, stream, stage))
 
 
-def reductions(staged: Staged, stage: int, degree: int) -> list[str]:
-    """The lines that sum a stage's gradients over dp before a step of the optimizer."""
-    units = [unit for unit in staged.trained() if stage in unit.stages and degree > 1]
+def reductions(staged: Staged, stages: Sequence[int], degree: int) -> list[str]:
+    """The lines that sum the gradients of some stages over dp before steps of the optimizer."""
+    units = [unit for unit in staged.trained() if degree > 1 and not {*stages}.isdisjoint(unit.stages)]
     return [f'world.all_reduce("{unit.name}", axis="dp")' for unit in units] + ["world.wait()"] * bool(units)
 
 

@@ -55,19 +55,11 @@ class RecordingBatch:
 
 
 class RecordingBatches(RecordingBatch):
-    """Several batches of one size after each other; microbatches are counted over all of them."""
+    """Several batches like `one` after each other; microbatches are counted over all of them."""
 
-    def __init__(
-        self,
-        inputs: Mapping[str, Callable[[int], Spec]],
-        sizes: Sequence[int],
-        size: int,
-        draws: Mapping[str, Spec] | None = None,
-        *,
-        batches: int,
-    ) -> None:
-        super().__init__(inputs, tuple(sizes) * batches, size, draws)
-        self.samples, self.batches, self.each = sum(sizes), batches, len(sizes)
+    def __init__(self, one: RecordingBatch, batches: int) -> None:
+        super().__init__(one.inputs, one.sizes * batches, one.size, one.draws)
+        self.samples, self.batches, self.each = one.samples, batches, len(one.sizes)
         self.entering, self.count = range(0), 0
 
     def of(self, k: int) -> RecordingBatches:

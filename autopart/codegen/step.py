@@ -88,10 +88,8 @@ def edges(staged: Staged, stages: Sequence[int]) -> list[str]:
     for (source, target), edge in {(staged.home(e.source), e.target): e for e in crossing}.items():
         lines += ["", "", f"def edge_{source}_{target}(b):"]
         lines += [f'    """What stage {source} hands to stage {target} for a microbatch of b samples."""']
-        lines += [
-            "    " + line
-            for line in call("return ", [f"({_spec(v)})" for v in edge.values] + [""] * (len(edge.values) == 1), "")
-        ]
+        specs = [f"({_spec(value)})" for value in edge.values] + [""] * (len(edge.values) == 1)
+        lines += indented(call("return ", specs, ""))
     return [line.replace(", )", ",)") for line in lines]
 
 
@@ -266,7 +264,7 @@ def _rolled(lines: Sequence[str]) -> list[str]:
                 break
             end, rolled = end + 1, longer
         if end - position > 2:
-            result += ["    " + line for line in rolled.split("\n")]
+            result += indented(rolled.split("\n"))
         else:
             end = position + 1
             result.append("    " + lines[position])

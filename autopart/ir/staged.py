@@ -69,7 +69,12 @@ class Staged:
 
         The parts of an output layer, or of an input embedding, are not among them, nor a helper's copies of the front.
         """
-        return (len(self.stages) - self.parts - self.lookups - self.helpers * self.front) // self.copies
+        return (self._fronts - self.parts - self.lookups) // self.copies
+
+    @property
+    def _fronts(self) -> int:
+        """Where the helpers' copies of the front begin."""
+        return len(self.stages) - self.helpers * self.front
 
     def is_part(self, stage: int) -> bool:
         """Whether a stage is a part of the output layer."""
@@ -81,7 +86,7 @@ class Staged:
 
     def home(self, stage: int) -> int:
         """The stage of the front that a helper's one is a copy of; of any other stage itself."""
-        first = len(self.stages) - self.helpers * self.front
+        first = self._fronts
         return (stage - first) % self.front if stage >= first else stage
 
     def is_front(self, stage: int) -> bool:
@@ -90,7 +95,7 @@ class Staged:
 
     def helper(self, stage: int) -> int:
         """The number of the helper that has a stage's copy of the front; -1 for all other stages."""
-        first = len(self.stages) - self.helpers * self.front
+        first = self._fronts
         return (stage - first) // self.front if stage >= first else -1
 
     def onward(self, source: int, target: int) -> bool:
@@ -179,15 +184,12 @@ class Staged:
     def into(self, stage: int, *, forward: bool) -> tuple[Edge, ...]:
         """The edges that end at a stage, in order of their source; from the front, not from copies of it elsewhere."""
         helpers = (-1, self.helper(stage))
-        found = (edge for edge in self.edges if edge.target == stage and self._onward(edge) == forward)
+        found = (e for e in self.edges if e.target == stage and self.onward(e.source, stage) == forward)
         return tuple(edge for edge in found if self.helper(edge.source) in helpers)
 
     def out_of(self, stage: int, *, forward: bool) -> tuple[Edge, ...]:
         """The edges that begin at a stage, in order of their target."""
-        return tuple(edge for edge in self.edges if edge.source == stage and self._onward(edge) == forward)
-
-    def _onward(self, edge: Edge) -> bool:
-        return self.onward(edge.source, edge.target)
+        return tuple(e for e in self.edges if e.source == stage and self.onward(stage, e.target) == forward)
 
     def part_edges(self, stage: int, kind: Kind) -> tuple[tuple[Edge, ...], tuple[Edge, ...]]:
         """The edges of a part of the output layer whose values its S, or its T, takes; and those of what it makes."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Set
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import lcm
 from typing import Any
 
@@ -25,28 +25,6 @@ from autopart.rules.flops import GATHERS, contracts, count, flops
 
 Expression = Any
 """A sympy expression in `batch_symbol()`."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Expressions:
-    """The part of a cost that equal segments share."""
-
-    forward_flops: Expression
-    backward_flops: Expression
-    forward_bytes: Expression
-    backward_bytes: Expression
-    saved_bytes: Expression
-    boundary_bytes: Expression
-    recomputed_bytes: Expression
-    input_flops: Expression
-    input_bytes: Expression
-    stash_bytes: Expression
-    forward_exchange: Expression
-    backward_exchange: Expression
-    input_exchange: Expression
-    forward_swept: Expression
-    backward_swept: Expression
-    input_swept: Expression
 
 
 Exchanged = Callable[[str, str, int], int]
@@ -65,14 +43,14 @@ def costs(segmented: Segmented, exchanged: Exchanged | None = None) -> tuple[Seg
     parameters, pieces = {item.target: item for item in segmented.captured.of_kind("parameter")}, segmented.pieces()
     users = Counter(target for segment in segmented.segments for target in segment.parameters)
     copied, samples = copied_inputs(segmented.captured), segmented.captured.batch * _parts(segmented)
-    shared: dict[object, _Expressions] = {}
+    shared: dict[object, SegmentCost] = {}
     made = []
     for segment in segmented.segments:
         origins = tuple(copied.get(name) for name in segment.values)
         key = segment.body, origins
         if key not in shared:
             body = segmented.bodies[segment.body]
-            shared[key] = _expressions(body, segment, origins, samples, exchanged)
+            shared[key] = _without_parameters(body, segment, origins, samples, exchanged)
         mine = {target: parameters[target] for target in segment.parameters if target in parameters}
         here = {
             target: replace(item.value, shape=pieces[target][-1].local)
@@ -80,26 +58,10 @@ def costs(segmented: Segmented, exchanged: Exchanged | None = None) -> tuple[Seg
             if target in pieces
         }
         sizes = {target: here.get(target, item.value).nbytes(1) for target, item in mine.items()}
-        common = shared[key]
         made.append(
-            SegmentCost(
+            replace(
+                shared[key],
                 name=segment.name,
-                forward_flops=common.forward_flops,
-                backward_flops=common.backward_flops,
-                forward_bytes=common.forward_bytes,
-                backward_bytes=common.backward_bytes,
-                saved_bytes=common.saved_bytes,
-                boundary_bytes=common.boundary_bytes,
-                recomputed_bytes=common.recomputed_bytes,
-                input_flops=common.input_flops,
-                input_bytes=common.input_bytes,
-                stash_bytes=common.stash_bytes,
-                forward_exchange=common.forward_exchange,
-                backward_exchange=common.backward_exchange,
-                input_exchange=common.input_exchange,
-                forward_swept=common.forward_swept,
-                backward_swept=common.backward_swept,
-                input_swept=common.input_swept,
                 parameter_bytes=sum(sizes.values()),
                 trainable_bytes=sum(sizes[target] for target, item in mine.items() if item.requires_grad),
                 tied=tuple(Tied(t, sizes[t], item.requires_grad) for t, item in mine.items() if users[t] > 1),
@@ -118,10 +80,10 @@ def copied_inputs(captured: Captured) -> dict[str, bool]:
     return {name: any(size != 1 for size in shape[: dims[name]]) for name, shape in shapes.items()}
 
 
-def _expressions(
+def _without_parameters(
     body: Body, segment: Segment, origins: tuple[bool | None, ...], samples: int, exchanged: Exchanged | None
-) -> _Expressions:
-    """What segments with this body share, of which `segment` is one.
+) -> SegmentCost:
+    """The cost of a segment but for its parameters: what it shares with others of this body.
 
     `origins` has what `copied_inputs` says of every value that comes in; stashes are the smallest at `samples`.
     """
@@ -133,7 +95,10 @@ def _expressions(
     held |= {value.name for value, copied in zip(incoming, origins, strict=True) if copied is False}
     values, root = defined(body.forward), roots(body.forward.nodes)
     kept = dict.fromkeys(root.get(name, name) for name in body.saved)
-    return _Expressions(
+    return SegmentCost(
+        name=segment.name,
+        parameter_bytes=0,
+        trainable_bytes=0,
         forward_flops=_flops(body.forward),
         backward_flops=_flops(backward),
         forward_bytes=_moved(body.forward),

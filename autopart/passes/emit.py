@@ -87,12 +87,11 @@ def observe(
     }
     draws = {item.target: _spec(item.value, batch) for item in captured.of_kind("random")}
     places = plan.places_inside(rank)
+    given = RecordingBatch(inputs, mine, batch, draws, local=parts > 1 and plan.inputs == "local")
+    world = RecordingWorld(state, parts, part, buffers, places, tangents)
     if captured.training and overlaps(plan.schedule):
-        given: RecordingBatch = RecordingBatches(inputs, mine, batch, draws, batches=stream_of(plan).shown)
-        world: RecordingWorld = RecordingLoop(state, parts, part, buffers, places)
-    else:
-        given = RecordingBatch(inputs, mine, batch, draws, local=parts > 1 and plan.inputs == "local")
-        world = RecordingWorld(state, parts, part, buffers, places, tangents)
+        given = RecordingBatches(given, stream_of(plan).shown)
+        world = RecordingLoop(state, parts, part, buffers, places)
     seen = bodies.recordings[alike] = record(text, f"<rank {rank}>", world, given, bodies)
     return seen
 

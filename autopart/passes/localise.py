@@ -201,8 +201,9 @@ class _Local:
         piece = self._call(
             aten.slice.Tensor, apart, dim + 1, start, plus((start, own)), move=move, wish="part", shape=local
         )
+        dense = self._call(aten.clone.default, piece, move=move, wish="part", shape=local, keywords=DENSE)
         merged = local_shape(shape, move.target, self.degree, self.place)
-        return self._call(aten.reshape.default, piece, merged, move=move, wish="part")
+        return self._call(aten.view.default, dense, merged, move=move, wish="part")
 
     def _call(
         self, op: Any, x: Value, *args: Any, move: Move, wish: str, shape: Iterable[Dim] | None = None,

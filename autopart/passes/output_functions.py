@@ -16,10 +16,13 @@ from autopart.ir.graph import Arg, Dim, Node, Ref, Value
 from autopart.ir.names import fresh
 from autopart.ir.placed import PlacedBody
 from autopart.ir.segmented import Body, Function, Segment, Segmented, defined
+from autopart.ir.sharded import Sharded
 from autopart.ir.state import Parameter, Piece
 from autopart.rules.split import span
 
 aten = torch.ops.aten
+
+Stages = tuple[tuple[Segment, ...], ...]
 
 AXIS = "pp"
 """The mesh axis that the vocabulary is split on."""
@@ -35,6 +38,15 @@ def part_of(target: str, whole: Value, rank: int, degree: int, dim: int = 0) -> 
     shape = whole.at(1)
     piece = Piece(AXIS, shape, dim, 1, *span(shape[dim], 1, 1, degree, rank))
     return Parameter(part_name(target, rank), piece.local, whole.dtype, (piece,), target)
+
+
+@dataclass(frozen=True, slots=True)
+class Divided:
+    """The step with a layer in parts, one more stage each behind the others, and their parameters by their targets."""
+
+    sharded: Sharded
+    stages: Stages
+    parameters: Mapping[str, Parameter]
 
 
 @dataclass(frozen=True, slots=True)

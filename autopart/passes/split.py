@@ -23,10 +23,9 @@ from autopart.ir.segmented import Segment, Segmented
 from autopart.ir.sharded import Sharded
 from autopart.ir.staged import Edge, Staged
 from autopart.ir.state import Parameter, State, Unit
+from autopart.passes.output_functions import Stages
 from autopart.passes.split_input import split_input
 from autopart.passes.split_output import split_output
-
-Stages = tuple[tuple[Segment, ...], ...]
 
 
 def split(sharded: Sharded, plan: Plan, *, state: State | None = None) -> Staged:
@@ -94,9 +93,9 @@ def _divided(sharded: Sharded, stages: Stages, plan: Plan) -> tuple[Sharded, Sta
     lookups: Stages = ()
     parameters: dict[str, Parameter] = {}
     if plan.lookup:
-        looked = split_input(sharded, stages)
-        lookups = tuple((part,) for part in looked.parts)
-        sharded, stages, parameters = looked.sharded, looked.stages, dict(looked.parameters)
+        looked, ranks = split_input(sharded, stages), len(stages)
+        stages, lookups = looked.stages[:ranks], looked.stages[ranks:]
+        sharded, parameters = looked.sharded, dict(looked.parameters)
     divided = split_output(sharded, stages, plan.barriers)
     parameters |= divided.parameters
     sharded, stages = divided.sharded, (*divided.stages, *lookups)

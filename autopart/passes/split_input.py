@@ -13,7 +13,7 @@ zero elsewhere, and each is given all of dx. Neither way is anything rounded.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -25,28 +25,15 @@ from autopart.ir.placed import PlacedBody, PlacedFunction, Strategy
 from autopart.ir.placement import Replicate, Shard, TensorPlacement
 from autopart.ir.segmented import Body, Function, Segment, Segmented, defined
 from autopart.ir.sharded import Sharded
-from autopart.ir.state import Parameter
 from autopart.passes.localise import localise
-from autopart.passes.output_functions import AXIS, made_by, part_name, part_of
+from autopart.passes.output_functions import AXIS, Divided, Stages, made_by, part_name, part_of
 from autopart.rules.split import local_shape, span
 from autopart.rules.strategies import Ruled, split, strategies
 
 aten = torch.ops.aten
 
-Stages = tuple[tuple[Segment, ...], ...]
 
-
-@dataclass(frozen=True, slots=True)
-class Looked:
-    """The step with its lookup in parts: the stages without it, the parts, a rank each, and these parts' parameters."""
-
-    sharded: Sharded
-    stages: Stages
-    parts: tuple[Segment, ...]
-    parameters: Mapping[str, Parameter]
-
-
-def split_input(sharded: Sharded, stages: Stages) -> Looked:
+def split_input(sharded: Sharded, stages: Stages) -> Divided:
     """The stages, a rank each, with the first segment, the lookup, split over them.
 
     Raises CaptureError where it cannot be (`can_split`).
@@ -73,19 +60,19 @@ def split_input(sharded: Sharded, stages: Stages) -> Looked:
         values=_replaced(first.values, passing.looked, passing.pieces),
         backward_outputs=_replaced(first.backward_outputs, passing.gradient, passing.gradients),
     )
-    numbered = tuple(replace(part, body=number + rank) for rank, part in enumerate(parts))
-    stages = ((*own[:at], joined, *own[at + 1 :]), *map(tuple, others))
+    numbered = ((replace(part, body=number + rank),) for rank, part in enumerate(parts))
+    stages = ((*own[:at], joined, *own[at + 1 :]), *map(tuple, others), *numbered)
     whole = replace(
         segmented,
         bodies=(*segmented.bodies, *bodies),
-        segments=(*(segment for row in stages for segment in row), *numbered),
+        segments=tuple(segment for row in stages for segment in row),
         made=(*segmented.made, *passing.made()),
         lookup=False,
     )
     between = {**sharded.between, **{v.name: sharded.between[passing.looked] for v in passing.made()}}
     made = replace(sharded, segmented=whole, between=between, inside=(*sharded.inside, *({} for _ in bodies)))
     parameters = {part_name(target, rank): part_of(target, table, rank, degree, cut.dim) for rank in range(degree)}
-    return Looked(made, stages, numbered, parameters)
+    return Divided(made, stages, parameters)
 
 
 def tied(segmented: Segmented) -> bool:

@@ -21,7 +21,7 @@ with the gradient of h. With two barriers, T makes the parts of its sum, and wit
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import reduce
 from typing import Any
 
@@ -33,23 +33,11 @@ from autopart.ir.names import fresh
 from autopart.ir.placement import Replicate, Shard, TensorPlacement
 from autopart.ir.segmented import Body, Function, Segment, Segmented, defined
 from autopart.ir.sharded import Sharded
-from autopart.ir.state import Parameter
-from autopart.passes.output_functions import AXIS, Part, part_name, part_of
+from autopart.passes.output_functions import AXIS, Divided, Part, Stages, part_name, part_of
 from autopart.passes.output_layer import ADVICE, along_vocabulary
 from autopart.passes.output_part import Maker
 
 aten = torch.ops.aten
-
-Stages = tuple[tuple[Segment, ...], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Divided:
-    """The step with its output layer in parts, one more stage each, and these parts' parameters by their targets."""
-
-    sharded: Sharded
-    stages: Stages
-    parameters: Mapping[str, Parameter]
 
 
 def split_output(sharded: Sharded, stages: Stages, barriers: int) -> Divided:
