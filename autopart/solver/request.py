@@ -20,7 +20,7 @@ from autopart.ir.tensor_plan import TensorPlan
 from autopart.schedules.lookups import looking_up
 from autopart.schedules.spell import AUTO, is_table, splits_output
 from autopart.solver.counts import WHOLE, check_counts
-from autopart.solver.variants import INSIDE, Degrees, Placed, Variant
+from autopart.solver.variants import INSIDE, Costed, Degrees, Variant
 
 Rules = tuple[tuple[str, Placement], ...]
 """(pattern, placement), the first match holds; the last pattern is '*'."""
@@ -184,7 +184,7 @@ def resolve(
     optimizer_ratio: float,
     forwards_first: bool,
     tensor: TensorPlan | None = None,
-    others: Sequence[Placed] = (),
+    others: Sequence[Costed] = (),
     degrees: Degrees = MappingProxyType({}),
     looks_up: bool = False,
 ) -> Request:
@@ -244,7 +244,7 @@ def resolve(
     return request
 
 
-def _variants(find: Callable[[], Sequence[Placed]], variant: Callable[[Placed], Variant]) -> tuple[Variant, ...]:
+def _variants(find: Callable[[], Sequence[Costed]], variant: Callable[[Costed], Variant]) -> tuple[Variant, ...]:
     return tuple(variant(placed) for placed in find())
 
 
