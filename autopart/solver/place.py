@@ -173,7 +173,8 @@ SLACK = 1e-6
 """By how much of it two sums differ that differ by more than rounding."""
 
 LARGEST = 1 << 25
-"""The most entries of a table that is worth its time: what needs more (a loop over time, say) is not split."""
+"""The most entries of a table that is worth its time: what needs more is split in fewer ways, or (a loop over time,
+say) not at all."""
 
 
 def _passing(segmented: Segmented) -> Iterator[str]:
