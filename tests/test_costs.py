@@ -23,7 +23,7 @@ from autopart.passes.normalise import normalise
 from autopart.passes.recompute import recompute
 from autopart.passes.segment import segment
 from autopart.rules.alias import roots, viewed
-from autopart.rules.flops import flops
+from autopart.rules.flops import contracts, flops
 from autopart.solver.timing import halves_seconds, roofline, segment_seconds
 from tests.interpret import bind, execute, microbatch_values, part_sizes, run_function
 from tests.models import GPT, MLP, MODELS, Sample
@@ -120,6 +120,24 @@ def test_a_grouped_convolutions_gradients_cost_as_much_as_its_forward_each(trans
     grad = aten.convolution.default(x, weight, bias, *rest)
     args = (grad, x, weight, [6], *rest, [True, True, True])
     assert flops(*calling(aten.convolution_backward.default, *args)) == 2 * forward + grad.numel()
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "expected"),
+    [
+        ((12, 4), (2, 4, 8), 12 * 4 * 8),  # rows of each group, a matrix each
+        ((8, 12), (12, 4), 8 * 12 * 4),  # pieces of the inner dim
+        ((2, 8, 4), (4, 12), 8 * 4 * 12),  # columns of each group
+        ((2, 8, 4), (2, 4, 12), 2 * 8 * 4 * 12),
+    ],
+)
+def test_a_grouped_product_costs_what_the_products_of_its_groups_do(
+    left: tuple[int, ...], right: tuple[int, ...], expected: int
+) -> None:
+    offsets = [torch.tensor([4, 12], dtype=torch.int32)] if 2 in (len(left), len(right)) else []
+    node, values = calling(aten._grouped_mm.default, torch.randn(left), torch.randn(right), *offsets)
+    assert flops(node, values) == 2 * expected
+    assert contracts(node), "it is no sweep of memory"
 
 
 def test_attention_on_cpu_costs_what_torch_counts_for_the_same_shapes_elsewhere() -> None:

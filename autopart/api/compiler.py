@@ -52,7 +52,7 @@ from autopart.solver import pareto as front
 from autopart.solver.choose import choose
 from autopart.solver.refine import reason, refine
 from autopart.solver.request import Pins
-from autopart.solver.variants import Degrees, Placed
+from autopart.solver.variants import Costed, Degrees
 
 
 def captured_step(
@@ -97,7 +97,7 @@ def _choosing(segmented: Segmented, batch: int, pins: Pins, inputs: str = "globa
     """What chooses a plan under these pins, or with another objective or memory; what segments cost is found once."""
     asked = tensor.asked(segmented.captured, batch, pins, inputs)
     degrees = tensor.degrees(segmented, batch, pins, inputs)
-    found: Sequence[Placed] = tensor.placements(segmented, asked) if asked else ((None, *tensor.costs_of(segmented)),)
+    found: Sequence[Costed] = tensor.placements(segmented, asked) if asked else ((None, *tensor.costs_of(segmented)),)
 
     def chosen(pins: Pins) -> Plan:
         kept: Pins = {**pins, "placement": tensor.without_tensors(pins.get("placement"))}
@@ -111,7 +111,7 @@ def _chosen(
     segmented: Segmented,
     batch: int,
     pins: Pins,
-    found: Sequence[Placed] = (),
+    found: Sequence[Costed] = (),
     degrees: Degrees = MappingProxyType({}),
 ) -> Plan:
     """The best plan for what segments cost as `found`, by default with nothing split inside them."""

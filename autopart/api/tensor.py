@@ -26,10 +26,7 @@ from autopart.solver.place import Placed, front, place
 from autopart.solver.request import Pinned, Pins, pinned_mesh, whole
 from autopart.solver.search import shapes
 from autopart.solver.tensor import Along, Pin
-from autopart.solver.variants import INSIDE, Degrees
-
-Found = tuple[TensorPlan, tuple[SegmentCost, ...], tuple[SegmentCost, ...]]
-"""What is decided inside segments, and what they cost then, plain and recomputed."""
+from autopart.solver.variants import INSIDE, Costed, Degrees
 
 Steps = tuple[Segmented, ...]
 """The steps of all places of some axes, which differ in numbers only; the axis that was placed last varies fastest."""
@@ -98,7 +95,7 @@ def degrees(segmented: Segmented, batch: int, pins: Pins, inputs: str = "global"
     if isinstance(pin, Mapping) and any(isinstance(value, Mapping) for value in pin.values()):
         return {}
     near = gcd(count, *(group.per_node for group in cluster.groups))
-    made: dict[int, Callable[[], tuple[Found, ...]]] = {}
+    made: dict[int, Callable[[], tuple[Costed, ...]]] = {}
     for degree in (1 << i for i in range(1, near.bit_length())):
         meshes = [m for m in shapes(count, degree, len(segmented.segments)) if m.degree("dp") <= batch]
         if near % degree == 0 and meshes:
@@ -116,7 +113,7 @@ def _samples(batch: int, mesh: Mesh, pins: Pins) -> int:
     return max(1, -(-share // count))
 
 
-def placements(segmented: Segmented, asked: Sequence[Inside]) -> tuple[Found, ...]:
+def placements(segmented: Segmented, asked: Sequence[Inside]) -> tuple[Costed, ...]:
     """The placements inside segments that come into question on some axes, and what segments cost in them.
 
     The fastest for microbatches of each of the `sizes`, with and without splitting the samples; and for single samples

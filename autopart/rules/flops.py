@@ -1,9 +1,9 @@
 """FLOPs of an operator call, by a table; a multiplication and an addition are two.
 
-Contractions have formulas of their own, those of torch.utils.flop_counter: nothing is taken off for causal masks, and
-the backward of fused attention makes its scores again. Reductions count an operation an element read, everything else
-an operation an element written; views and tensors made from nothing count none. What the user registered counts its
-loops.
+Contractions have formulas of their own, which are those of torch.utils.flop_counter for what it knows: nothing is taken
+off for causal masks, and the backward of fused attention makes its scores again. Reductions count an operation an
+element read, everything else an operation an element written; views and tensors made from nothing count none. What the
+user registered counts its loops.
 """
 
 from __future__ import annotations
@@ -84,6 +84,12 @@ def _product(left: str, right: str) -> Formula:
     return formula
 
 
+def _grouped(call: Call) -> Expression:
+    """Every row, column or inner index that the groups share out is in one product; stacks make one a matrix."""
+    left, right = call.shape("self"), call.shape("mat2")
+    return 2 * count((*left[-2:], right[-1]) if len(left) > len(right) else (*left, right[-1]))
+
+
 def _convolved(call: Call, outer: Iterable[Dim]) -> Expression:
     """Every weight is used once a sample and position of `outer`: the result, or a transposed one's input."""
     batch, _, *positions = outer
@@ -149,6 +155,7 @@ CONTRACTIONS: Mapping[str, Formula] = {
     "addmm": _product("mat1", "mat2"),
     "addmv": _product("mat", "vec"),
     "baddbmm": _product("batch1", "batch2"),
+    "_grouped_mm": _grouped,
     "convolution": _convolution,
     "convolution_backward": _convolution_backward,
     **_each(_KERNELS, _attention(1, 1)),

@@ -17,6 +17,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from autopart.ir.action import Action, Boundary, Kind, Schedule, Weights, stages_of
 from autopart.schedules.dependencies import GRADIENT, Edges
@@ -42,10 +43,10 @@ class Filled:
     trained: Schedule
     fills: tuple[Gaps, ...]
     front: int = 1
-    name: str = "filled"
-    weights: Weights = Weights.CURRENT
-    shown: int = SHOWN
-    lag: int = 0
+    name: ClassVar[str] = "filled"
+    weights: ClassVar[Weights] = Weights.CURRENT
+    shown: ClassVar[int] = SHOWN
+    lag: ClassVar[int] = 0
 
     @property
     def batch(self) -> int:
@@ -113,10 +114,11 @@ class Filled:
     def table(self, batches: int = SHOWN) -> Schedule:
         """The table of a few batches; a forward of the front is on the rank that performs it."""
         place, count = self._table_place, batches * self.batch
-        settings = {"weights": Weights.CURRENT, "optimizer": Boundary.PER_RANK, "anywhere": self.front}
         steady = [tuple(self._around(row, gaps)) for row, gaps in zip(self.trained.table, self.fills, strict=True)]
         rows = self._batches([self._mine(rank) for rank in range(self.trained.ranks)], steady, batches)
-        return Schedule("filled", count, place, rows, **settings)  # type: ignore[arg-type]
+        return Schedule(
+            self.name, count, place, rows, weights=self.weights, optimizer=Boundary.PER_RANK, anywhere=self.front
+        )
 
     def numbered(self) -> Schedule:
         """The table with the stages of programs, in which each helper's copy of the front has its own."""
@@ -164,17 +166,14 @@ class Filled:
                 found[action.microbatch].add(rank)
         return found
 
-    def _batches(
-        self, first: Sequence[Iterable[Action]], steady: Rows | list[tuple[Action, ...]], batches: int
-    ) -> Rows:
+    def _batches(self, first: Sequence[Iterable[Action]], steady: Sequence[Sequence[Action]], batches: int) -> Rows:
         """The front of the first batch, then batch by batch: each with the front of the next one, if there is one."""
         made = []
         for rank, (before, row) in enumerate(zip(first, steady, strict=True)):
-            done = [*before]
+            done, held = [*before], stages_of(self.trained.place, rank)
             for number in range(batches):
                 there = (a for a in row if a.microbatch < self.batch or number + 1 < batches)
                 done += (_shifted(a, number * self.batch) for a in there)
-                held = stages_of(self.trained.place, rank)
                 done += (Action(Kind.OPT, self.front + stage, number) for stage in held)
             made.append(tuple(done))
         return tuple(made)

@@ -10,7 +10,7 @@ choose     the shortest simulated step, by all ranks that may or by the home alo
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 
@@ -96,7 +96,7 @@ def fill_idle(
     """
     home = trained.place[0]
     allowed = sorted({home, *(range(trained.ranks) if ranks is None else ranks)})
-    windows, seen = list(_windows(trained, seconds, comm)), set[object]()
+    windows, seen = _windows(trained, seconds, comm), set[object]()
     best: tuple[tuple[float, int], Filled] | None = None
     for among in (allowed, [home]):
         for whole, spread in product((True, False), (False, True)):
@@ -121,8 +121,8 @@ def steady(filled: Filled, seconds: Seconds, frozen: Sequence[float], comm: Comm
             ends[span.action.microbatch] = max(ends[span.action.microbatch], span.end)
     length = (ends[LONG - 2] - ends[1]) / (LONG - 3)  # the last batch has no next one
     work = [0.0] * filled.trained.ranks
+    batch = range(filled.batch, 2 * filled.batch)
     for span in line.spans:
-        batch = range(filled.batch, 2 * filled.batch)
         if span.action.kind is not Kind.OPT and span.action.microbatch in batch:
             work[span.rank] += span.end - span.start
     return Steady(length, max(0.0, 1 - max(work) / length) if length else 0.0)
@@ -131,13 +131,17 @@ def steady(filled: Filled, seconds: Seconds, frozen: Sequence[float], comm: Comm
 def filled_timeline(table: Schedule, seconds: Seconds, frozen: Sequence[float], comm: Comm = 0.0) -> Timeline:
     """The simulated table of a loop, its front included."""
     stages = [*({"F": each} for each in frozen), *seconds]
-    return simulate(table, {kind: tuple(each.get(kind, 0.0) for each in stages) for kind in "FBIW"}, comm)
+    return simulate(table, _by_kind(stages), comm)
 
 
-def _windows(trained: Schedule, seconds: Seconds, comm: Comm) -> Iterator[_Window]:
+def _by_kind(seconds: Seconds) -> dict[str, tuple[float, ...]]:
+    """The times of all stages, by the kind of the action."""
+    return {kind: tuple(each.get(kind, 0.0) for each in seconds) for kind in "FBIW"}
+
+
+def _windows(trained: Schedule, seconds: Seconds, comm: Comm) -> list[_Window]:
     """Where ranks wait in one of the last batches of a loop of the trained layers alone, in the order of time."""
-    costs = {kind: tuple(each.get(kind, 0.0) for each in seconds) for kind in "FBIW"}
-    line = simulate(trained, costs, comm, optimizer="per-rank", iterations=LONG)
+    line = simulate(trained, _by_kind(seconds), comm, optimizer="per-rank", iterations=LONG)
     rows: list[list[tuple[Kind, float, float]]] = [[] for _ in trained.table]
     for span in line.spans:
         rows[span.rank].append((span.action.kind, span.start, span.end))
@@ -149,7 +153,7 @@ def _windows(trained: Schedule, seconds: Seconds, comm: Comm) -> Iterator[_Windo
             before = row[begin + gap - 1][2]
             if kind is not Kind.OPT and start - before > CLOSE * line.period:
                 found.append(_Window(before, rank, gap, start - before))
-    yield from sorted(found, key=lambda window: (window.start, window.rank))
+    return sorted(found, key=lambda window: (window.start, window.rank))
 
 
 def _filled(
@@ -163,17 +167,17 @@ def _filled(
 ) -> Filled:
     """The windows of some ranks filled, with `whole` microbatches first; the rest `spread` over gaps, or at the end."""
     ends = {rank: len(trained.table[rank]) for rank in ranks}
+    mine = [window for window in windows if window.rank in ranks]
     made = _Filling(
         frozen,
         [[[] for _ in range(len(row) + 1)] for row in trained.table],
         {
             **{(rank, end): 0.0 for rank, end in ends.items()},
-            **{(window.rank, window.gap): window.length for window in windows if window.rank in ranks},
+            **{(window.rank, window.gap): window.length for window in mine},
         },
         [*range(trained.microbatches)],
     )
     close = CLOSE * sum(window.length for window in windows)
-    mine = [window for window in windows if window.rank in ranks]
     for window in mine if whole else ():
         while made.waiting and sum(frozen) <= made.left[window.rank, window.gap] + close:
             made.microbatch(window.rank, window.gap)

@@ -40,8 +40,8 @@ class Timeline:
     its last end, - busy: what is lost when each rank steps alone. `peak_activations` counts, for each rank,
     microbatches on a rank-share (1 / number of the rank's stages in the pipe for each stage, and 1 / number of slices,
     or its part of the lengths, for each slice), held from F to the end of B, or of W where they are split; stages that
-    train nothing (`Schedule.anywhere`) hold nothing. `period` is
-    how much later the last of several iterations ends than the one before it.
+    train nothing (`Schedule.anywhere`) hold nothing. `period` is how much later the last of several iterations ends
+    than the one before it.
     """
 
     makespan: float

@@ -25,8 +25,8 @@ def read(text: str, *, name: str = "custom") -> Schedule:
     Empty cells (idle steps) and blank lines are skipped. Lines such as ``weights: stash`` give a setting (`SETTINGS`).
     A stage of a pipe belongs to the first rank that uses it (of those that may be anywhere, to the rank of the stage
     after them), and microbatches, slices and pipes are those up to the highest number: `validate` finds what does not
-    fit. Raises ValueError for a cell that is no action, a setting that
-    there is not, or a stage number left out; TypeError for what is no text.
+    fit. Raises ValueError for a cell that is no action, a setting that there is not, or a stage number left out;
+    TypeError for what is no text.
     """
     if not isinstance(text, str):
         raise TypeError(f"schedule: expected a CSV of actions such as 0F0,0F1,0B0,0B1, not {text!r}")

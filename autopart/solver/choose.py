@@ -26,7 +26,7 @@ from autopart.solver.schedule import Chosen, search
 from autopart.solver.search import Solved, check_schedule, exchanged_seconds, first_fit, flush, meshes, stage_seconds
 from autopart.solver.space import Space
 from autopart.solver.split import solve_split
-from autopart.solver.variants import Degrees, Placed
+from autopart.solver.variants import Costed, Degrees
 
 OBJECTIVES = {
     "time": "predicted step time",
@@ -55,7 +55,7 @@ def choose(
     forwards_first: bool = False,
     fingerprint: str = "",
     tensor: TensorPlan | None = None,
-    others: Sequence[Placed] = (),
+    others: Sequence[Costed] = (),
     objective: str = "time",
     time_limit: float | None = None,
     progress: Progress = lambda done, count: None,

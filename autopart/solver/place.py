@@ -72,7 +72,7 @@ def place(
     equally fast the smaller is taken. What is too entangled for the tables is computed whole at every place. Raises
     ValueError for a pin that no layout can keep, naming those that one can.
     """
-    return _posed(segmented, axis, dict(pins or {}), others).fastest
+    return _posed(segmented, axis, pins or {}, others)[1]
 
 
 def front(
@@ -83,8 +83,7 @@ def front(
     Each is the fastest at some price of a byte, so they lie on the convex hull of time against memory. The one between
     is that at the price where the other two cost the same.
     """
-    posed = _posed(segmented, axis, dict(pins or {}), others)
-    fastest = posed.fastest
+    posed, fastest = _posed(segmented, axis, pins or {}, others)
     smallest = posed.at(min(DEAR, EXACT / max(1, fastest.memory)))
     if smallest.memory >= fastest.memory:
         return (fastest,)
@@ -99,32 +98,69 @@ def front(
 
 @dataclass(frozen=True, slots=True)
 class _Posed:
-    """The bodies on an axis as tables, what their boundaries choose among, and the fastest placement."""
+    """The bodies on an axis as tables, and what their boundaries choose among."""
 
     wired: Sequence[_Wired]
     domains: Mapping[str, tuple[TensorPlacement, ...]]
     pins: Mapping[str, Pin]
     axis: Axis
-    fastest: Placed
+
+    @classmethod
+    def of(
+        cls,
+        segmented: Segmented,
+        axis: Axis,
+        pins: Mapping[str, Pin],
+        whole: Collection[str],
+        others: Sequence[Segmented],
+    ) -> _Posed:
+        """The tables of a step in which the values in `whole` pass between segments unsplit."""
+        wired = _wired(segmented, axis, pins, whole, others)
+        return cls(wired, _domains(wired), pins, axis)
 
     def at(self, price: float) -> Placed:
-        """The best placement at a price of a byte."""
-        return _at(self.wired, self.domains, self.pins, self.axis, price)
+        """The best placement at a price of a byte. Raises MemoryError where what passes is too entangled."""
+        solved: dict[int, Eliminated] = {}
+        for one in self.wired:
+            if id(one.layout) not in solved:
+                solved[id(one.layout)] = one.usual if price == TIE else solve(one.layout.layout, one.units, price)
+        tables = [_over(one, solved[id(one.layout)].costs, self.domains) for one in self.wired]
+        values = eliminate(tables, largest=LARGEST).best()
+        if values is None:
+            raise ValueError(
+                f"no layout on {self.axis.name!r} keeps all of these pins together: {', '.join(self.pins)}"
+            )
+        between = {name: self.domains[name][at] for name, at in values.items()}
+        bodies: dict[object, tuple[PlacedBody, int, int, Costs]] = {}
+        taken = []
+        for one in self.wired:
+            given = {
+                f"u:{unit}": choices.index(between[variable])
+                for unit, choices, variable in zip(one.units, one.choices, one.variables, strict=True)
+            }
+            same = id(one.layout), tuple(given.items())
+            if same not in bodies:
+                bodies[same] = _body(one, solved[id(one.layout)], given)
+            taken.append(bodies[same])
+        placed, times, memories, costs = zip(*taken, strict=True)
+        return Placed(placed, between, sum(times), sum(memories), costs)
 
 
-def _posed(segmented: Segmented, axis: Axis, pins: Mapping[str, Pin], others: Sequence[Segmented]) -> _Posed:
+def _posed(
+    segmented: Segmented, axis: Axis, pins: Mapping[str, Pin], others: Sequence[Segmented]
+) -> tuple[_Posed, Placed]:
+    """The tables of a step, and the fastest placement.
+
+    Where what passes between segments is too entangled, samples stay together, or all of it is whole.
+    """
     _known(segmented, pins)
-    wired = _wired(segmented, axis, pins, _whole(segmented), others)
-    domains = _domains(wired)
-    try:
-        found = _at(wired, domains, pins, axis, TIE)
-    except MemoryError:  # what passes between segments is too entangled: samples stay together, or all of it is whole
-        if axis.divides:
-            return _posed(segmented, replace(axis, divides=False), pins, others)
-        wired = _wired(segmented, axis, pins, _whole(segmented) | set(_passing(segmented)), others)
-        domains = _domains(wired)
-        found = _at(wired, domains, pins, axis, TIE)
-    return _Posed(wired, domains, pins, axis, found)
+    plain, whole = replace(axis, divides=False), _whole(segmented)
+    for way in dict.fromkeys((axis, plain)):
+        posed = _Posed.of(segmented, way, pins, whole, others)
+        with contextlib.suppress(MemoryError):
+            return posed, posed.at(TIE)
+    posed = _Posed.of(segmented, plain, pins, whole | set(_passing(segmented)), others)
+    return posed, posed.at(TIE)
 
 
 TIE, DEAR = 1e-3, 1e6
@@ -137,7 +173,8 @@ SLACK = 1e-6
 """By how much of it two sums differ that differ by more than rounding."""
 
 LARGEST = 1 << 25
-"""The most entries of a table that is worth its time: what needs more (a loop over time, say) is not split."""
+"""The most entries of a table that is worth its time: what needs more is split in fewer ways, or (a loop over time,
+say) not at all."""
 
 
 def _passing(segmented: Segmented) -> Iterator[str]:
@@ -193,38 +230,6 @@ def _solvable(
             return layout, solve(layout.layout, units, TIE, LARGEST)
     layout = layout_of(body, segment, axis, whole, pins, split=False, others=others)
     return layout, solve(layout.layout, units, TIE)
-
-
-def _at(
-    wired: Sequence[_Wired],
-    domains: Mapping[str, tuple[TensorPlacement, ...]],
-    pins: Mapping[str, Pin],
-    axis: Axis,
-    price: float,
-) -> Placed:
-    """The best placement at a price of a byte."""
-    solved: dict[int, Eliminated] = {}
-    for one in wired:
-        if id(one.layout) not in solved:
-            solved[id(one.layout)] = one.usual if price == TIE else solve(one.layout.layout, one.units, price)
-    tables = [_over(one, solved[id(one.layout)].costs, domains) for one in wired]
-    values = eliminate(tables, largest=LARGEST).best()
-    if values is None:
-        raise ValueError(f"no layout on {axis.name!r} keeps all of these pins together: {', '.join(pins)}")
-    between = {name: domains[name][at] for name, at in values.items()}
-    bodies: dict[object, tuple[PlacedBody, int, int, Costs]] = {}
-    taken = []
-    for one in wired:
-        given = {
-            f"u:{unit}": choices.index(between[variable])
-            for unit, choices, variable in zip(one.units, one.choices, one.variables, strict=True)
-        }
-        same = id(one.layout), tuple(given.items())
-        if same not in bodies:
-            bodies[same] = _body(one, solved[id(one.layout)], given)
-        taken.append(bodies[same])
-    placed, times, memories, costs = zip(*taken, strict=True)
-    return Placed(placed, between, sum(times), sum(memories), costs)
 
 
 def _body(one: _Wired, solved: Eliminated, given: Mapping[str, int]) -> tuple[PlacedBody, int, int, Costs]:

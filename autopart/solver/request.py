@@ -20,7 +20,7 @@ from autopart.ir.tensor_plan import TensorPlan
 from autopart.schedules.lookups import looking_up
 from autopart.schedules.spell import AUTO, is_table, splits_output
 from autopart.solver.counts import WHOLE, check_counts
-from autopart.solver.variants import INSIDE, Degrees, Placed, Variant
+from autopart.solver.variants import INSIDE, Costed, Degrees, Variant
 
 Rules = tuple[tuple[str, Placement], ...]
 """(pattern, placement), the first match holds; the last pattern is '*'."""
@@ -184,30 +184,17 @@ def resolve(
     optimizer_ratio: float,
     forwards_first: bool,
     tensor: TensorPlan | None = None,
-    others: Sequence[Placed] = (),
+    others: Sequence[Costed] = (),
     degrees: Degrees = MappingProxyType({}),
     looks_up: bool = False,
 ) -> Request:
     """The request behind the arguments of `choose`; ValueError or TypeError names the argument that is wrong."""
-    output = lookup = None
-    if splits_output(schedule):  # it is on no stage: each rank has a part
-        *costs, output = costs
-        if not costs:
-            raise ValueError("schedule: the model is an output layer alone, with no layer for a stage; pin '1f1b'")
-        recomputed = None if recomputed is None else recomputed[:-1]
-    if looks_up:  # nor is that
-        lookup, *costs = costs
-        recomputed = None if recomputed is None else recomputed[1:]
+    costs, again, output, lookup = _on_stages(costs, recomputed, parted=splits_output(schedule), looks_up=looks_up)
     names = [cost.name for cost in costs]
-    if not names or len(set(names)) != len(names):
-        raise ValueError(f"costs: at least one segment, each with its own name, is needed; got {names}")
     whole("batch", batch)
     pinned = pinned_mesh(mesh)
     count = _devices(devices, cluster, pinned)
     wanted = _recompute(recompute, names)
-    again = tuple(costs if recomputed is None else recomputed)
-    if [cost.name for cost in again] != names:
-        raise ValueError(f"recomputed: expected the costs of {names}, not of {[cost.name for cost in again]}")
     wide = cluster is not None and pinned is None
     cluster = cluster or Cluster.preset("cpu", per_node=count)
     number, starts = _stages(stages, names)
@@ -244,7 +231,27 @@ def resolve(
     return request
 
 
-def _variants(find: Callable[[], Sequence[Placed]], variant: Callable[[Placed], Variant]) -> tuple[Variant, ...]:
+def _on_stages(
+    costs: Sequence[SegmentCost], recomputed: Sequence[SegmentCost] | None, *, parted: bool, looks_up: bool
+) -> tuple[Sequence[SegmentCost], Sequence[SegmentCost], SegmentCost | None, SegmentCost | None]:
+    """What the segments on stages cost, plain and recomputed; and the layers that are on none, as each rank has a part.
+
+    These are the output layer, if it is `parted`, and the lookup in the input embedding, if the model `looks_up`.
+    """
+    inner = slice(1 if looks_up else 0, -1 if parted else None)
+    if parted and len(costs) == 1:
+        raise ValueError("schedule: the model is an output layer alone, with no layer for a stage; pin '1f1b'")
+    plain = costs[inner]
+    again = plain if recomputed is None else recomputed[inner]
+    names = [cost.name for cost in plain]
+    if not names or len(set(names)) != len(names):
+        raise ValueError(f"costs: at least one segment, each with its own name, is needed; got {names}")
+    if [cost.name for cost in again] != names:
+        raise ValueError(f"recomputed: expected the costs of {names}, not of {[cost.name for cost in again]}")
+    return plain, again, costs[-1] if parted else None, costs[0] if looks_up else None
+
+
+def _variants(find: Callable[[], Sequence[Costed]], variant: Callable[[Costed], Variant]) -> tuple[Variant, ...]:
     return tuple(variant(placed) for placed in find())
 
 

@@ -23,7 +23,6 @@ from functools import cached_property, partial
 from itertools import accumulate
 from math import inf
 
-from autopart.cluster import Cluster
 from autopart.ir.action import ENDS, Kind, Schedule
 from autopart.ir.cost import REST
 from autopart.ir.mesh import Mesh
@@ -70,9 +69,8 @@ class Space:
         self._tables: dict[tuple[int, int, bool], Table] = {}
         self._holdings: dict[tuple[int, int, Rules], Holding] = {}
         self._modes: dict[Rules, tuple[Modes, ...]] = {}
-        self._exchanged: dict[tuple[int, int, int, Rules, Cluster], tuple[int, ...]] = {}
+        self._exchanged: dict[tuple[int, Mesh, int, Rules], tuple[int, ...]] = {}
         self._costs: dict[int, Costs] = {}
-        self._linked: dict[Mesh, Cluster] = {}
 
     @cached_property
     def settings(self) -> tuple[Setting, ...]:
@@ -192,17 +190,12 @@ class Space:
             )
         return self._holdings[key]
 
-    def linked(self, mesh: Mesh) -> Cluster:
-        """The cluster with the links that the data axis of a mesh has."""
-        if mesh not in self._linked:
-            self._linked[mesh] = linked(self.request.cluster, mesh, "dp")
-        return self._linked[mesh]
-
     def exchanged(self, setting: Setting) -> tuple[int, ...]:
         """The time of the collectives of the data axis, summed from the first segment on."""
-        dp, count, cluster = setting.mesh.degree("dp"), setting.microbatches, self.linked(setting.mesh)
-        key = setting.variant, dp, count, setting.placements, cluster
+        mesh, count = setting.mesh, setting.microbatches
+        key = setting.variant, mesh, count, setting.placements
         if key not in self._exchanged:
+            dp, cluster = mesh.degree("dp"), linked(self.request.cluster, mesh, "dp")
             table, known = self.table(setting), dict[tuple[int, Modes], int]()
             pairs = list(zip(table.kinds, self.modes(setting), strict=True))
             for kind, modes in dict.fromkeys(pairs):

@@ -9,10 +9,10 @@ from autopart.ir.cost import SegmentCost
 from autopart.ir.mesh import Mesh, pieces
 from autopart.ir.tensor_plan import TensorPlan
 
-Placed = tuple[TensorPlan | None, Sequence[SegmentCost], Sequence[SegmentCost]]
+Costed = tuple[TensorPlan | None, Sequence[SegmentCost], Sequence[SegmentCost]]
 """What was decided inside segments, None where nothing is split, and what they cost then: plain, and recomputed."""
 
-Degrees = Mapping[int, Callable[[], Sequence[Placed]]]
+Degrees = Mapping[int, Callable[[], Sequence[Costed]]]
 """By tensor degree, what finds the placements that come into question there. It is called where they can be of use."""
 
 INSIDE = ("tp", "ep", "cp")
@@ -33,7 +33,7 @@ class Variant:
     recompute: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, placed: Placed, *, wanted: Collection[str], everything: bool, batch: int) -> Variant:
+    def of(cls, placed: Costed, *, wanted: Collection[str], everything: bool, batch: int) -> Variant:
         """The variant in which the segments that are `wanted` are recomputed, or all that keep less by it.
 
         Whether they do is asked at `batch` samples.
