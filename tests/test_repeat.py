@@ -52,7 +52,7 @@ class Block(nn.Module):
 class Stack(nn.Module):
     """Blocks between two layers, all of which read a value that is computed before them and gets gradients of each."""
 
-    def __init__(self, kind: str = "", count: int = 7) -> None:
+    def __init__(self, kind: str = "", count: int = 8) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.first, self.last, self.kind = nn.Linear(8, 8), nn.Linear(8, 8), kind
