@@ -32,6 +32,9 @@ class Block(nn.Module):
             self.up.requires_grad_(False)
         if kind == "statistics":
             self.norm = nn.BatchNorm1d(8)
+        if kind == "conjugate":
+            size = torch.ones(8, dtype=torch.complex64)
+            self.size = nn.Parameter(size.conj() if place == 3 else size)
 
     def forward(self, x: Tensor, other: Tensor) -> Tensor:
         h = F.gelu(self.up(self.norm(x)))
@@ -39,6 +42,8 @@ class Block(nn.Module):
             h = F.dropout(h, 0.25, self.training)
         if self.kind == "rates":
             h = h * self.rate
+        if self.kind == "conjugate":
+            x = x * self.size.abs()
         if self.kind == "branch" and self.place % 2:
             h = torch.tanh(h)
         return x + self.down(h) * other
@@ -47,7 +52,7 @@ class Block(nn.Module):
 class Stack(nn.Module):
     """Blocks between two layers, all of which read a value that is computed before them and gets gradients of each."""
 
-    def __init__(self, kind: str = "", count: int = 7) -> None:
+    def __init__(self, kind: str = "", count: int = 8) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.first, self.last, self.kind = nn.Linear(8, 8), nn.Linear(8, 8), kind
@@ -76,12 +81,16 @@ class Stack(nn.Module):
             return x
         if self.kind == "all outputs":
             return between
-        return (self.last(x) ** 2).sum()
+        penalty = self.blocks[3].up.weight.sum() if self.kind == "penalty on one" else 0.0
+        return (self.last(x) ** 2).sum() + penalty
 
 
 EQUAL = ("dropout", "shared", "", "scaled", "frozen", "first", "outputs", "evaluation")
-DIFFERENT = ("skip", "rates", "branch", "widths", "statistics", "scaled by a parameter", "all outputs")
-QUICK = ("dropout", "shared", "skip")
+DIFFERENT = (
+    *("skip", "rates", "branch", "widths", "statistics", "scaled by a parameter", "all outputs"),
+    *("penalty on one", "conjugate"),
+)
+QUICK = ("dropout", "shared", "skip", "penalty on one")
 
 
 @pytest.fixture

@@ -134,7 +134,10 @@ def _reaches_output(block: Sequence[torch.fx.Node]) -> bool:
 
 
 def _form(path: str, block: Sequence[torch.fx.Node], before: Sequence[torch.fx.Node], owners: Owners) -> Any:
-    """What makes a block equal to another, its own parameters aside; None where it holds what is not understood."""
+    """What makes a block equal to another, its own parameters aside; None where it holds what is not understood.
+
+    A parameter is its own if nothing else reads it.
+    """
     own = {node: ("own", i) for i, node in enumerate(block)}
     previous = {node: ("previous", i) for i, node in enumerate(before)}
 
@@ -144,7 +147,7 @@ def _form(path: str, block: Sequence[torch.fx.Node], before: Sequence[torch.fx.N
                 if arg in own or arg in previous:
                     return own.get(arg) or previous[arg]
                 kind, target = owners.get(arg, ("", ""))
-                if kind == "parameter" and target.startswith(f"{path}."):
+                if kind == "parameter" and target.startswith(f"{path}.") and own.keys() >= arg.users.keys():
                     return "parameter", target.removeprefix(path), _described(arg.meta.get("example_value"))
                 return "shared", arg, not target.startswith(f"{path}.")
             case list() | tuple():
@@ -173,8 +176,9 @@ def _described(value: Any) -> Any:
         case torch.Tensor():
             if value.layout is not torch.strided:
                 return "layout", value.layout, tuple(value.shape), value.dtype, id(value)
+            kind = type(value), value.dtype, value.device, value.is_conj(), value.is_neg()
             strides = tuple(value.stride()), value.storage_offset()
-            return tuple(value.shape), strides, value.dtype, value.device, value.requires_grad, value.is_leaf
+            return kind, tuple(value.shape), strides, value.requires_grad, value.is_leaf
         case list() | tuple():
             return type(value), tuple(_described(item) for item in value)
         case _:
