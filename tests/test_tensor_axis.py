@@ -49,7 +49,7 @@ PP2 = {"microbatches": 3, "schedule": "1f1b"}
         soak("gpt", axes(tp=4), {"cluster": CHEAP}),
         ("gpt", axes(dp=2, tp=2), {"placement": "fsdp"}),
         ("gpt", axes(pp=2, tp=2), PP2),
-        ("llama", axes(tp=2), {}),
+        soak("llama", axes(tp=2), {}),
         soak("llama", axes(dp=2, tp=2), {"placement": "zero1", "microbatches": 2}),
         ("mlp", axes(tp=3), {"cluster": CHEAP}),
         ("mlp", axes(tp=2, dp=2), {"placement": "zero1", "cluster": CHEAP}),
@@ -242,6 +242,7 @@ def gloo_case() -> int:
     return 1
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(200)
 def test_gloo_processes() -> None:
     assert launch(gloo_case, 2, timeout=180).values == (1, 1)
