@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from functools import cache
+from random import Random
 from typing import Any
 
 import pytest
@@ -11,12 +13,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from autopart.api import parallelize
 from autopart.api.compiler import captured_step, lower, solve
 from autopart.capture import read
 from autopart.cluster import Cluster
 from autopart.ir.program import Program
 from autopart.ir.segmented import Segmented
 from autopart.passes.segment import segment
+from autopart.testing import reference_random
 from examples.gpt import GPT, Config
 from tests.models import MODELS as SMALL
 
@@ -140,8 +144,50 @@ def adam(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-2)
 
 
+SPANS = (7, 11), (8, 18), (7, 11), (-9, -4)
+"""Powers of ten among which FLOP/s, bytes/s of memory and of links, and seconds a message are drawn."""
+
+
+def drawn_cluster(draw: Random) -> Cluster:
+    """Eight devices, of any speeds."""
+    return Cluster.uniform(8, 2**40, *(10 ** draw.uniform(*span) for span in SPANS))
+
+
 def close(found: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+
+
+def close_gradients(mine: nn.Module, loss: torch.Tensor, plain: nn.Module, expected: torch.Tensor) -> None:
+    """One call has the loss and the gradients of the plain module's."""
+    close(loss, expected)
+    found = torch.autograd.grad(expected, list(plain.parameters()))
+    loss.backward()
+    for parameter, gradient in zip(mine.parameters(), found, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient, rtol=1e-9, atol=1e-12)
+    mine.zero_grad()
+
+
+def dropping_is_that_of_one_device(mesh: dict[str, int]) -> Any:
+    """All of `Dropping`, beside the plain module: outputs, gradients of inputs too, buffers, draws, bytes, evaluation."""
+    torch.manual_seed(0)
+    plain, x, y = Dropping().double(), torch.randn(6, 8).double(), torch.randn(6, 8).double()
+    model = parallelize(copy.deepcopy(plain), mesh=mesh, cluster=CHEAP, capture="direct", outputs="all")
+    for call in range(2):
+        mine, theirs = (x.clone().requires_grad_() for _ in range(2))
+        loss, out = model(mine, y)
+        loss.backward()
+        with reference_random(torch.initial_seed(), call):
+            expected, whole = plain(theirs, y)
+        expected.backward()
+        close(loss, expected), close(out, whole), close(mine.grad, theirs.grad)
+        for found, wanted in zip(model.parameters(), plain.parameters(), strict=True):
+            close(found.grad, wanted.grad)
+    assert float(model.calls) == 2 * model.plan.microbatches
+    assert all(rank.bytes_sent == rank.predicted_bytes for rank in model.report().ranks)
+    model.eval(), plain.eval()
+    with torch.no_grad():
+        close(model(x, y)[1], plain(x, y)[1])
+    return model
 
 
 def how(found: Program, target: str) -> Any:

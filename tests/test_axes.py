@@ -12,7 +12,6 @@ import torch
 
 from autopart.api import parallelize
 from autopart.api.compiler import solve
-from autopart.cluster import Cluster
 from autopart.ir.placement import Replicate, Shard
 from autopart.ir.program import Program
 from autopart.solver.axis import PICO, Axis
@@ -23,10 +22,7 @@ from autopart.solver.place import TIE, place
 from autopart.solver.tensor import layout_of
 from autopart.testing import assert_parity
 from tests.axis_models import EXPERTS, LONG, NEAR, WIDTH, made, program
-from tests.tensor_axis import axes, soak
-
-SPANS = (7, 11), (8, 18), (7, 11), (-9, -4)
-"""Powers of ten among which FLOP/s, bytes/s of memory and of links, and seconds a message are drawn."""
+from tests.tensor_axis import axes, close_gradients, drawn_cluster, soak
 
 PP2 = {"microbatches": 2, "schedule": "1f1b"}
 
@@ -60,7 +56,7 @@ def test_training_is_that_of_one_device(name: str, mesh: Any, pins: dict[str, An
 def test_any_cluster(seed: int) -> None:
     """What is fastest somewhere is right: of splits and exchanges nearly all come up."""
     draw = Random(seed)
-    cluster = Cluster.uniform(8, 2**40, *(10 ** draw.uniform(*span) for span in SPANS))
+    cluster = drawn_cluster(draw)
     name, mesh = (
         draw.choice(["gpt", "dense", "capacity", "routed"]),
         draw.choice([axes(cp=2), axes(cp=3), axes(ep=2), axes(ep=4)]),
@@ -77,12 +73,7 @@ def test_evaluation_and_other_lengths() -> None:
     for length in (LONG, 31):
         ids = torch.arange(2 * length).view(2, length) % 24
         loss, expected = mine(ids, ids.roll(-1, 1)), plain(ids, ids.roll(-1, 1))
-        torch.testing.assert_close(loss, expected, rtol=1e-10, atol=1e-12)
-        found = torch.autograd.grad(expected, list(plain.parameters()))
-        loss.backward()
-        for parameter, gradient in zip(mine.parameters(), found, strict=True):
-            torch.testing.assert_close(parameter.grad, gradient, rtol=1e-9, atol=1e-12)
-        mine.zero_grad()
+        close_gradients(mine, loss, plain, expected)
     mine.eval()
     with torch.no_grad():
         torch.testing.assert_close(mine(ids, ids), plain(ids, ids), rtol=1e-10, atol=1e-12)

@@ -6,13 +6,16 @@ import ast
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from autopart import cli
+from tests.test_examples import losses
 
 ROOT = Path(__file__).parent.parent
 BLOCK = re.compile(r"^```(\w+) runnable\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -41,11 +44,26 @@ def test_f107_python_blocks(tmp_path: Path) -> None:
     assert "def step(" in done.stdout
 
 
+@pytest.fixture
+def handlers() -> Iterator[None]:
+    """What torch's launcher does on signals is not left to later tests of this process, which would fail by it."""
+    numbers = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT
+    kept = [signal.getsignal(number) for number in numbers]
+    yield
+    for number, handler in zip(numbers, kept, strict=True):
+        signal.signal(number, handler)
+
+
 @pytest.mark.timeout(500)
+@pytest.mark.usefixtures("handlers")
 @pytest.mark.parametrize("block", runnable("sh"))
 def test_f107_shell_lines(block: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    """A line may read what one before it wrote; `autopart` is called in this process, which has torch already."""
+    """A line may read what one before it wrote; `autopart` is called in this process, which has torch already.
+
+    Those of a block that train have the same losses, whichever mesh and however many processes.
+    """
     monkeypatch.chdir(ROOT)
+    trained = []
     for command in map(shlex.split, block.splitlines()):
         if command[0] == "autopart":
             monkeypatch.setattr("sys.argv", command)
@@ -58,6 +76,10 @@ def test_f107_shell_lines(block: str, monkeypatch: pytest.MonkeyPatch, capfd: py
             code, told, wrong = done.returncode, done.stdout, done.stderr
         assert not code, (command, wrong)
         assert told.strip(), command
+        if "examples/train.py" in command:
+            trained.append(losses(told))
+    assert all(len(each) == 2 and each == pytest.approx(trained[0], abs=2e-4) for each in trained)
+    assert len(trained) == 3 * ("train.py" in block)
 
 
 @pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "docs/limits.md"])

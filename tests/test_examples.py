@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 from autopart.demo import load_file
@@ -65,6 +66,7 @@ def test_gpt_attends_to_the_past_only() -> None:
     assert gpt.generate(model, "The ", count=5).startswith("The ")
 
 
+@pytest.mark.soak
 def test_train_in_one_process_and_under_torchrun_agree() -> None:
     local = losses(run("examples/train.py", "--steps", "2", "--batch", "4", "--mesh", "pp=2", "--devices", "2"))
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")

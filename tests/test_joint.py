@@ -329,6 +329,27 @@ def test_bounds_hold_where_memory_asks_for_recomputation(model: Model, devices: 
         assert search.bound(slowest, 0) <= search.bound(slowest, search.more(longest)) <= found.cut.step
 
 
+def two_stages(plain: list[SegmentCost], again: list[SegmentCost], *, batch: int, memory: int) -> Space:
+    """What is searched for a pipeline of two stages, whose microbatches are of one sample."""
+    request = resolve(
+        plain,
+        batch=batch,
+        cluster=Cluster.uniform(4, 10**9, 1e4, 1e9, 1e9, 0.0),
+        devices=2,
+        mesh={"pp": 2},
+        stages=None,
+        placement=None,
+        schedule=None,
+        microbatches=batch,
+        memory=memory,
+        recompute=None,
+        recomputed=again,
+        optimizer_ratio=2.0,
+        forwards_first=False,
+    )
+    return Space(request)
+
+
 def test_the_bound_holds_where_another_split_needs_less_recomputation() -> None:
     """Its slowest stage is slower than that of the most even split, as it recomputes more there."""
     segments = [(106, 300, 19), (9, 300, 5), (99, 300, 20)]  # work, bytes saved, and work more where recomputed
@@ -340,27 +361,11 @@ def test_the_bound_holds_where_another_split_needs_less_recomputation() -> None:
         replace(cost, backward_flops=cost.backward_flops + 100 * more * B, saved_bytes=0)
         for cost, (_, _, more) in zip(plain, segments, strict=True)
     ]
-    request = resolve(
-        plain,
-        batch=2,
-        cluster=Cluster.uniform(4, 10**9, 1e4, 1e9, 1e9, 0.0),
-        devices=2,
-        mesh={"pp": 2},
-        stages=None,
-        placement=None,
-        schedule=None,
-        microbatches=2,
-        memory=550,
-        recompute=None,
-        recomputed=again,
-        optimizer_ratio=2.0,
-        forwards_first=False,
-    )
-    space = Space(request)
+    space = two_stages(plain, again, batch=2, memory=550)
     (setting,) = space.settings
     found = space.best(setting)
     assert found is not None and found.cut is not None
-    search = _Search(space.stages(setting, request.memory), space.pipe(setting), float("inf"))
+    search = _Search(space.stages(setting, space.request.memory), space.pipe(setting), float("inf"))
     slowest = search.slowest()
     assert slowest < found.cut.slowest
     assert search.bound(slowest, search.more(found.cut.step / 2)) <= found.cut.step
@@ -379,23 +384,7 @@ def test_the_bound_holds_where_ways_to_recompute_are_left_out(monkeypatch: pytes
             )
             plain.append(cost)
             again.append(replace(cost, backward_flops=100 * (work + more) * B, saved_bytes=0))
-        request = resolve(
-            plain,
-            batch=32,
-            cluster=Cluster.uniform(4, 10**9, 1e4, 1e9, 1e9, 0.0),
-            devices=2,
-            mesh={"pp": 2},
-            stages=None,
-            placement=None,
-            schedule=None,
-            microbatches=32,
-            memory=chance.randint(300, 1200),
-            recompute=None,
-            recomputed=again,
-            optimizer_ratio=2.0,
-            forwards_first=False,
-        )
-        space = Space(request)
+        space = two_stages(plain, again, batch=32, memory=chance.randint(300, 1200))
         (setting,) = space.settings
         exact = space.best(setting)
         if exact is None or exact.cut is None:

@@ -115,19 +115,22 @@ def gloo_cases(cases: list[tuple[Any, ...]]) -> int:
 TWO = [
     ("mlp", {"mesh": {"pp": 2}, "schedule": "gpipe", "microbatches": 3}, "adamw", "compile"),
     ("gpt", {"mesh": {"pp": 2}, "schedule": V}, "adamw", "direct"),
-    ("mlp", {"mesh": {"pp": 2}, "schedule": "zb-h1", "microbatches": 4}, "sgd", "direct"),
     ("gpt", {"mesh": {"dp": 2}, "placement": "zero1", "microbatches": 2}, "sgd", "direct"),
     ("half_frozen", {"mesh": {"dp": 2}, "placement": "fsdp", "microbatches": 2}, "adamw", "compile"),
-    ("gpt2", {"mesh": {"dp": 2}, "placement": "zero2"}, "adamw", "direct"),
-    ("llama", {"mesh": {"pp": 2}, "microbatches": 2}, "sgd", "direct"),
+    ("mlp", {"mesh": {"dp": 2}, "placement": "zero2"}, "adamw", "direct"),
 ]
 FOUR = [
     ("gpt", {"mesh": {"pp": 2, "dp": 2}, "placement": "fsdp", "microbatches": 2}, "adamw", "direct"),
-    ("gpt", {"mesh": {"pp": 4}, "microbatches": 5}, "sgd", "direct"),
-    ("half_frozen", {"mesh": {"pp": 2, "dp": 2}, "placement": "zero1", "microbatches": 3}, "adamw", "direct"),
     ("mlp", {"mesh": {"pp": 4}, "schedule": "zb-h1", "microbatches": 5}, "adamw", "direct"),
 ]
-LARGE = [
+SOAK_TWO = [
+    ("mlp", {"mesh": {"pp": 2}, "schedule": "zb-h1", "microbatches": 4}, "sgd", "direct"),
+    ("gpt2", {"mesh": {"dp": 2}, "placement": "zero2"}, "adamw", "direct"),
+    ("llama", {"mesh": {"pp": 2}, "microbatches": 2}, "sgd", "direct"),
+]
+SOAK_FOUR = [
+    ("gpt", {"mesh": {"pp": 4}, "microbatches": 5}, "sgd", "direct"),
+    ("half_frozen", {"mesh": {"pp": 2, "dp": 2}, "placement": "zero1", "microbatches": 3}, "adamw", "direct"),
     ("llama", {"mesh": {"dp": 4}, "placement": "ddp"}, "adamw", "direct"),
     ("gpt", {"mesh": {"pp": 4}, "schedule": "zb-v", "microbatches": 4}, "sgd", "direct"),
 ]
@@ -135,8 +138,8 @@ LARGE = [
 
 @pytest.mark.parametrize(
     ("count", "cases"),
-    [(2, TWO), (4, FOUR), pytest.param(4, LARGE, marks=pytest.mark.soak)],
-    ids=["2 ranks", "4 ranks", "4 ranks, large"],
+    [(2, TWO), (4, FOUR), *(pytest.param(*row, marks=pytest.mark.soak) for row in ((2, SOAK_TWO), (4, SOAK_FOUR)))],
+    ids=["2 ranks", "4 ranks", "2 ranks, more", "4 ranks, more"],
 )
 @pytest.mark.timeout(400)
 def test_gloo_processes(count: int, cases: list[tuple[Any, ...]]) -> None:

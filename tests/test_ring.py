@@ -14,7 +14,6 @@ import torch
 from autopart.api import parallelize
 from autopart.api.compiler import solve
 from autopart.capture import read
-from autopart.cluster import Cluster
 from autopart.codegen.exchange import exchanges
 from autopart.codegen.shapes import Bodies
 from autopart.errors import VerificationError
@@ -33,7 +32,7 @@ from autopart.testing.parity import compare, train
 from autopart.testing.rules import as_node, values
 from tests.launch import launch
 from tests.ring_models import CASES, CLASSES, NEAR, SAMPLES, WIDTH, forced, made, program, route
-from tests.tensor_axis import LATE, adam, axes, soak
+from tests.tensor_axis import LATE, adam, axes, close_gradients, drawn_cluster, soak
 from tests.test_eliminate import oracle
 from tests.test_predict import Case, Sample, measure
 from tests.test_rule_strategies import run_all
@@ -101,9 +100,6 @@ def test_a_block_that_is_not_merged_shows_in_the_numbers(monkeypatch: pytest.Mon
 
 PP2 = {"microbatches": 2, "schedule": "1f1b"}
 
-SPANS = (7, 11), (8, 18), (7, 11), (-9, -4)
-"""Powers of ten among which FLOP/s, bytes/s of memory and of links, and seconds a message are drawn."""
-
 
 @pytest.mark.parametrize(
     ("name", "mesh", "pins"),
@@ -139,7 +135,7 @@ def test_training_is_that_of_one_device(name: str, mesh: Any, pins: dict[str, An
 def test_any_cluster(seed: int) -> None:
     """What is fastest somewhere is right, beside whatever else is split."""
     draw = Random(seed)
-    cluster = Cluster.uniform(8, 2**40, *(10 ** draw.uniform(*span) for span in SPANS))
+    cluster = drawn_cluster(draw)
     name, mesh = (
         draw.choice(["causal", "grouped", "pairs", "uneven"]),
         draw.choice([axes(cp=2), axes(cp=3), axes(tp=4)]),
@@ -157,11 +153,7 @@ def test_other_lengths_and_evaluation() -> None:
         ids = torch.arange(2 * length).view(2, length) % CLASSES
         loss, expected = mine(ids, ids.roll(-1, 1)), plain(ids, ids.roll(-1, 1))
         assert ("shift_values" in mine.program.ranks[0].source) == round_trips
-        found = torch.autograd.grad(expected, list(plain.parameters()))
-        loss.backward()
-        for parameter, gradient in zip(mine.parameters(), found, strict=True):
-            torch.testing.assert_close(parameter.grad, gradient, rtol=1e-9, atol=1e-12)
-        mine.zero_grad()
+        close_gradients(mine, loss, plain, expected)
     mine.eval()
     with torch.no_grad():
         torch.testing.assert_close(mine(ids, ids), plain(ids, ids), rtol=1e-10, atol=1e-12)

@@ -30,11 +30,24 @@ from autopart.passes.verify import verify
 from autopart.solver.axis import Axis
 from autopart.solver.place import place
 from autopart.solver.tensor import layout_of
-from autopart.testing import LocalWorld, assert_parity, reference_random
+from autopart.testing import LocalWorld, assert_parity
 from autopart.testing.parity import compare, train
 from tests import axis_models
 from tests.launch import launch
-from tests.tensor_axis import CHEAP, LATE, Dropping, adam, axes, close, made, program, soak
+from tests.tensor_axis import (
+    CHEAP,
+    LATE,
+    Dropping,
+    adam,
+    axes,
+    close,
+    close_gradients,
+    drawn_cluster,
+    dropping_is_that_of_one_device,
+    made,
+    program,
+    soak,
+)
 from tests.test_verify import edited, refused
 
 FAR = Cluster((Group(Device("far", 2**40, 1e9, 1e11), 2, 2, Link(1e9, 1e-8), Link(3e7, 1e-8)),))
@@ -91,8 +104,7 @@ def test_mixtures_of_experts(mesh: Any, pins: dict[str, Any]) -> None:
 def test_any_cluster_and_any_pins(seed: int) -> None:
     """What is fastest somewhere is right: of splits on two axes, and exchanges between, nearly all come up."""
     draw = Random(seed)
-    spans = (7, 11), (8, 18), (7, 11), (-9, -4)
-    cluster = Cluster.uniform(8, 2**40, *(10 ** draw.uniform(*span) for span in spans))
+    cluster = drawn_cluster(draw)
     name, models = draw.choice([("gpt", made), ("llama", made), ("routed", axis_models.made)])
     sizes = dict(zip(draw.sample(["tp", "cp", "ep"], 2), draw.choice([(2, 2), (2, 3), (3, 2)]), strict=True))
     model, args, segmented = models(name)
@@ -111,24 +123,7 @@ def test_any_cluster_and_any_pins(seed: int) -> None:
 @pytest.mark.parametrize("mesh", [{"ep": 2, "tp": 2}, pytest.param({"tp": 2, "cp": 3}, marks=pytest.mark.soak)])
 def test_outputs_inputs_buffers_and_draws_are_those_of_one_device(mesh: dict[str, int]) -> None:
     """Dropout under a dim that is split on both axes, gradients of inputs, counters, bytes, evaluation."""
-    torch.manual_seed(0)
-    plain, x, y = Dropping().double(), torch.randn(6, 8).double(), torch.randn(6, 8).double()
-    model = parallelize(copy.deepcopy(plain), mesh=mesh, cluster=CHEAP, capture="direct", outputs="all")
-    for call in range(2):
-        mine, theirs = (x.clone().requires_grad_() for _ in range(2))
-        loss, out = model(mine, y)
-        loss.backward()
-        with reference_random(torch.initial_seed(), call):
-            expected, whole = plain(theirs, y)
-        expected.backward()
-        close(loss, expected), close(out, whole), close(mine.grad, theirs.grad)
-        for found, wanted in zip(model.parameters(), plain.parameters(), strict=True):
-            close(found.grad, wanted.grad)
-    assert float(model.calls) == 2 * model.plan.microbatches
-    assert all(rank.bytes_sent == rank.predicted_bytes for rank in model.report().ranks)
-    model.eval(), plain.eval()
-    with torch.no_grad():
-        close(model(x, y)[1], plain(x, y)[1])
+    dropping_is_that_of_one_device(mesh)
 
 
 @pytest.mark.soak
@@ -138,12 +133,7 @@ def test_evaluation_and_other_lengths_are_placed_around_the_parameters() -> None
     for length in (8, 5):
         ids = torch.arange(4 * length).view(4, length) % 40
         loss, expected = mine(ids, ids.roll(-1, 1)), plain(ids, ids.roll(-1, 1))
-        close(loss, expected)
-        found = torch.autograd.grad(expected, list(plain.parameters()))
-        loss.backward()
-        for parameter, gradient in zip(mine.parameters(), found, strict=True):
-            torch.testing.assert_close(parameter.grad, gradient, rtol=1e-9, atol=1e-12)
-        mine.zero_grad()
+        close_gradients(mine, loss, plain, expected)
     mine.eval()
     with torch.no_grad():
         close(mine(ids, ids), plain(ids, ids))

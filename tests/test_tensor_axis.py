@@ -16,7 +16,6 @@ import torch
 import autopart
 from autopart.api import parallelize
 from autopart.api.compiler import lower, solve
-from autopart.cluster import Cluster
 from autopart.ir.placement import Shard
 from autopart.testing import LocalWorld, assert_parity, reference_random
 from autopart.testing.parity import compare, train
@@ -30,6 +29,8 @@ from tests.tensor_axis import (
     adam,
     axes,
     close,
+    drawn_cluster,
+    dropping_is_that_of_one_device,
     made,
     program,
     soak,
@@ -49,7 +50,7 @@ PP2 = {"microbatches": 3, "schedule": "1f1b"}
         soak("gpt", axes(tp=4), {"cluster": CHEAP}),
         ("gpt", axes(dp=2, tp=2), {"placement": "fsdp"}),
         ("gpt", axes(pp=2, tp=2), PP2),
-        ("llama", axes(tp=2), {}),
+        soak("llama", axes(tp=2), {}),
         soak("llama", axes(dp=2, tp=2), {"placement": "zero1", "microbatches": 2}),
         ("mlp", axes(tp=3), {"cluster": CHEAP}),
         ("mlp", axes(tp=2, dp=2), {"placement": "zero1", "cluster": CHEAP}),
@@ -78,8 +79,7 @@ def test_training_is_that_of_one_device(name: str, mesh: Any, pins: dict[str, An
 def test_any_cluster_and_any_pins(seed: int) -> None:
     """What is fastest somewhere, around some pins: of strategies and exchanges nearly all come up."""
     draw = Random(seed)
-    numbers = [10 ** draw.uniform(*span) for span in ((7, 11), (8, 18), (7, 11), (-9, -4))]
-    cluster = Cluster.uniform(8, 2**40, *numbers)
+    cluster = drawn_cluster(draw)
     name = draw.choice(["gpt", "llama", "mlp"])
     mesh = draw.choice([{"tp": 2}, {"tp": 3}, {"tp": 4}, {"dp": 2, "tp": 2}, {"tp": 2, "dp": 2}, {"pp": 2, "tp": 2}])
     pins: dict[str, Any] = {"recompute": draw.random() < 0.3, "microbatches": draw.choice([1, 2])}
@@ -197,24 +197,7 @@ def test_a_checkpoint_of_one_mesh_is_read_by_another(tmp_path: Path) -> None:
 @pytest.mark.parametrize("mesh", [{"tp": 3}, {"pp": 2, "tp": 2}])
 def test_outputs_inputs_buffers_and_draws_are_those_of_one_device(mesh: dict[str, int]) -> None:
     """In one process that keeps the parameters whole: dropout under a split dim, gradients of inputs, evaluation."""
-    torch.manual_seed(0)
-    plain, x, y = Dropping().double(), torch.randn(6, 8).double(), torch.randn(6, 8).double()
-    model = parallelize(copy.deepcopy(plain), mesh=mesh, cluster=CHEAP, capture="direct", outputs="all")
-    for call in range(2):
-        mine, theirs = (x.clone().requires_grad_() for _ in range(2))
-        loss, out = model(mine, y)
-        loss.backward()
-        with reference_random(torch.initial_seed(), call):
-            expected, whole = plain(theirs, y)
-        expected.backward()
-        close(loss, expected), close(out, whole), close(mine.grad, theirs.grad)
-        for found, wanted in zip(model.parameters(), plain.parameters(), strict=True):
-            close(found.grad, wanted.grad)
-    assert float(model.calls) == 2 * model.plan.microbatches
-    assert all(rank.bytes_sent == rank.predicted_bytes for rank in model.report().ranks)
-    model.eval(), plain.eval()
-    with torch.no_grad():
-        close(model(x, y)[1], plain(x, y)[1])
+    model = dropping_is_that_of_one_device(mesh)
     assert model.program.stages[0].forward.code
 
 
@@ -242,6 +225,7 @@ def gloo_case() -> int:
     return 1
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(200)
 def test_gloo_processes() -> None:
     assert launch(gloo_case, 2, timeout=180).values == (1, 1)
