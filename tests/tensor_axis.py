@@ -168,7 +168,7 @@ def close_gradients(mine: nn.Module, loss: torch.Tensor, plain: nn.Module, expec
 
 
 def dropping_is_that_of_one_device(mesh: dict[str, int]) -> Any:
-    """All of `Dropping`, beside the plain module: outputs, gradients of inputs too, buffers, draws, bytes, evaluation."""
+    """All of `Dropping`, beside the plain module: outputs, gradients of inputs, buffers, draws, bytes, evaluation."""
     torch.manual_seed(0)
     plain, x, y = Dropping().double(), torch.randn(6, 8).double(), torch.randn(6, 8).double()
     model = parallelize(copy.deepcopy(plain), mesh=mesh, cluster=CHEAP, capture="direct", outputs="all")
