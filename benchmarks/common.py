@@ -13,12 +13,15 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from torch.distributed import TCPStore
 
 ROOT = Path(__file__).parent.parent
 
@@ -140,24 +143,112 @@ def ranks(script: str, arguments: Sequence[str], nproc: int, *, threads: int = 1
 
     Raises RuntimeError with the output where it fails, TimeoutError after `timeout` seconds.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        result = Path(folder) / "result"
-        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}"]
-        command = [sys.executable, *launcher, script, *arguments]
-        env = {**os.environ, "OMP_NUM_THREADS": str(threads), "BENCHMARK_RESULT": str(result)}
-        env["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-        process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        try:
-            output, _ = process.communicate(timeout=timeout)
-        except subprocess.TimeoutExpired:
-            raise TimeoutError(f"{script} still ran after {timeout} s") from None
-        finally:
-            # torchrun ends its processes when it is told to end
-            process.terminate()
-            process.wait()
-        if process.returncode or not result.exists():
-            raise RuntimeError(f"{script} failed (exit status {process.returncode}):\n{output}")
-        return torch.load(result, weights_only=True)
+    with _Job(script, arguments, nproc, threads=threads) as job:
+        return job.result(timeout)
+
+
+def taking_turns(
+    script: str, sides: dict[str, Sequence[str]], nproc: int, rounds: int, *, timeout: float = 1800.0
+) -> dict[str, Any]:
+    """What rank 0 of every side saved; a side is a script's arguments, run as `nproc` processes of its own.
+
+    Each calls `turns`: the sides are made one after the other, and then run one at a time, in an order that begins each
+    round with the next. Raises RuntimeError with the output of a side that fails, TimeoutError after `timeout` seconds.
+    """
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout))
+    environment = {"BENCHMARK_STORE": str(store.port), "BENCHMARK_ROUNDS": str(rounds)}
+    with ExitStack() as stack:
+        jobs: dict[str, _Job] = {}
+
+        def turn(name: str, number: int) -> None:
+            store.set(f"{name} {number}", "")
+            while not store.check([f"{name} {number} done"]):
+                jobs[name].check(timeout)
+                time.sleep(0.005)
+
+        for name, arguments in sides.items():
+            jobs[name] = stack.enter_context(_Job(script, arguments, nproc, {**environment, "BENCHMARK_SIDE": name}))
+            turn(name, 0)
+        for number in range(1, rounds + 1):
+            first = number % len(sides)
+            for name in [*sides, *sides][first : first + len(sides)]:
+                turn(name, number)
+        return {name: job.result(timeout) for name, job in jobs.items()}
+
+
+def turns(make: Callable[[], Callable[[], Any]], meet: Callable[[], Any], warmup: int = 2) -> list[float]:
+    """Seconds of what `make` makes, an entry a round, with `meet` after it: this process's part in `taking_turns`."""
+    store, side = TCPStore("localhost", int(os.environ["BENCHMARK_STORE"])), os.environ["BENCHMARK_SIDE"]
+    found: list[float] = []
+    step: Callable[[], Any] = meet
+
+    def timed() -> None:
+        step()
+        meet()
+
+    for number in range(int(os.environ["BENCHMARK_ROUNDS"]) + 1):
+        store.wait([f"{side} {number}"])
+        if number:
+            found.append(seconds(timed))
+        else:
+            step = make()
+            for _ in range(warmup):
+                timed()
+        if os.environ.get("RANK", "0") == "0":
+            store.set(f"{side} {number} done", "")
+    return found
+
+
+class _Job:
+    """A script as processes under torchrun, all of which end with the block."""
+
+    def __init__(
+        self,
+        script: str,
+        arguments: Sequence[str],
+        nproc: int,
+        environment: Mapping[str, str] | None = None,
+        *,
+        threads: int = 1,
+    ) -> None:
+        self.script, self.arguments, self.nproc = script, arguments, nproc
+        self.environment = {**os.environ, "OMP_NUM_THREADS": str(threads), **(environment or {})}
+        self.began = time.monotonic()
+
+    def __enter__(self) -> _Job:
+        self.folder = tempfile.TemporaryDirectory()
+        self.saved, self.output = Path(self.folder.name) / "result", Path(self.folder.name) / "output"
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={self.nproc}"]
+        paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        env = {**self.environment, "BENCHMARK_RESULT": str(self.saved), "PYTHONPATH": paths}
+        with self.output.open("wb") as told:
+            self.process = subprocess.Popen(
+                [*command, self.script, *self.arguments], env=env, stdout=told, stderr=subprocess.STDOUT
+            )
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.process.terminate()  # torchrun ends its processes when it is told to end
+        self.process.wait()
+        self.folder.cleanup()
+
+    def check(self, timeout: float) -> None:
+        """Raise where it has ended too early, or has not after so many seconds."""
+        if self.process.poll() is not None and not self.saved.exists():
+            status, output = self.process.returncode, self.output.read_text()
+            raise RuntimeError(f"{self.script} failed (exit status {status}):\n{output}")
+        if time.monotonic() - self.began > timeout:
+            raise TimeoutError(f"{self.script} still ran after {timeout} s")
+
+    def result(self, timeout: float) -> Any:
+        """What rank 0 saved, once all have ended."""
+        while self.process.poll() is None:
+            self.check(timeout)
+            time.sleep(0.02)
+        if self.process.returncode:
+            self.saved.unlink(missing_ok=True)
+        self.check(timeout)
+        return torch.load(self.saved, weights_only=True)
 
 
 def report(value: Any) -> None:

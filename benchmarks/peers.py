@@ -3,8 +3,8 @@
     python benchmarks/peers.py [--rounds 20] [--only one,pp,interleaved,interleaved-zb,zb-v,dp,fsdp] [--width 384,128]
 
 A GPT of 8 blocks (vocabulary 4000, sequence 128, batch 16), in float32, one optimizer step with AdamW a round. Both
-sides of a row train equal models on equal data in the same processes and take turns, so whatever else the machine does
-meets both alike; the ratio is taken round by round. Processes have one thread each. A target of x is met when the
+sides of a row train equal models on equal data, in processes of their own, and take turns, so whatever else the machine
+does meets both alike; the ratio is taken round by round. Processes have one thread each. A target of x is met when the
 ratio's interval reaches down to x and its median is at most x + 0.03. Memory is counted at the allocator.
 """
 
@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import ROOT, alternate, bootstrap, held_and_peak, machine, ranks, ratios, report
+from common import ROOT, alternate, bootstrap, held_and_peak, machine, ranks, ratios, report, taking_turns, turns
 
 sys.path.insert(0, str(ROOT / "examples"))
 
@@ -191,47 +191,33 @@ SIDES: dict[str, tuple[dict[str, Any], Callable[[int], Step]]] = {
 }
 
 
-def measure(name: str, width: int, rounds: int) -> None:
-    """A row on the processes of this world; rank 0 hands on what it found."""
+def measure(name: str, side: str, width: int) -> None:
+    """A side of a row on the processes of this world; rank 0 hands on what it found."""
     if ROWS[name].processes > 1:
         dist.init_process_group("gloo")
     torch.set_num_threads(1)
     pins, peer = SIDES[name]
-    sides: dict[str, Step] = {}
-    held: dict[str, int] = {}
+    made = {"peer": peer, "autopart": lambda width: ours(width, pins), "ddp": lambda width: ours(width, SIDES["dp"][0])}
+    made[side](64)()  # what is loaded and cached once a process does not count
+    held: list[int] = []
+    steps: list[Step] = []
 
-    def start(side: str, make: Callable[[], Step]) -> Step:
-        """A side after its first step, with what it then holds: parameters, gradients' buckets, optimizer states."""
-        made: list[Step] = []
+    def first() -> None:
+        steps.append(made[side](width))
+        steps[0]()
 
-        def first() -> None:
-            made.append(make())
-            made[0]()
+    def start() -> Step:
+        """After the first step, with what it then holds: parameters, gradients' buckets, optimizer states."""
+        held.append(held_and_peak(first)[0])
+        return steps[0]
 
-        held[side] = held_and_peak(first)[0]
-        return made[0]
+    def meet() -> None:
+        if dist.is_initialized():
+            dist.barrier()
 
-    ours(64, pins)()  # what is loaded and cached once a process belongs to no side
-    peer(64)()
-    sides["peer"] = start("peer", lambda: peer(width))
-    sides["autopart"] = start("autopart", lambda: ours(width, pins))
-    if name == "fsdp":
-        start("ddp", lambda: ours(width, SIDES["dp"][0]))
-    losses = {side: step() for side, step in sides.items()}
-
-    def together(step: Step) -> Step:
-        def timed() -> None:
-            step()
-            if dist.is_initialized():
-                dist.barrier()
-
-        return timed
-
-    found = alternate({side: together(step) for side, step in sides.items()}, rounds)
-    peak = {side: held[side] + held_and_peak(step)[1] for side, step in sides.items()}
-    report({"seconds": found, "losses": losses, "held": held, "peak": peak})
-    if dist.is_initialized():
-        dist.barrier()
+    found = turns(start, meet)
+    report({"seconds": found, "held": held[0], "peak": held[0] + held_and_peak(steps[0])[1]})
+    meet()
 
 
 def threads(width: int, rounds: int) -> None:
@@ -242,25 +228,26 @@ def threads(width: int, rounds: int) -> None:
 
 def show(name: str, width: int, found: dict[str, Any]) -> str:
     """A row of the table."""
-    row, seconds = ROWS[name], found["seconds"]
+    row, seconds = ROWS[name], {side: each["seconds"] for side, each in found.items()}
     ratio, target = ratios(seconds, "autopart", "peer"), row.targets.get(width)
     verdict = "" if target is None else f"{target:.2f} {'met' if ratio.meets(target) else 'missed'}"
-    held, peak = (found[what]["autopart"] / found[what]["peer"] for what in ("held", "peak"))
+    held, peak = (found["autopart"][what] / found["peer"][what] for what in ("held", "peak"))
     memory = f"{held:.3f} / {peak:.3f}"
     ms = (f"{1000 * bootstrap(seconds[side]).median:7.0f}" for side in ("autopart", "peer"))
     return f"{name:15}{width:6}  {row.peer:22}{'  '.join(ms)}  {ratio!s:>22}  {verdict:>12}  {memory:>15}"
 
 
 def run_row(name: str, width: int, rounds: int) -> str:
-    """Measure one row in processes of its own; what went wrong, if it did, stands in its place."""
-    arguments = ["--one", name, "--width", str(width), "--rounds", str(rounds)]
+    """Measure one row, each side in processes of its own; what went wrong, if it did, stands in its place."""
+    sides = ["peer", "autopart", *["ddp"] * (name == "fsdp")]
+    arguments = {side: ["--one", name, "--side", side, "--width", str(width)] for side in sides}
     try:
-        found = ranks(__file__, arguments, ROWS[name].processes)
+        found = taking_turns(__file__, arguments, ROWS[name].processes, rounds)
     except (RuntimeError, TimeoutError) as error:
         return f"{name:15}{width:6}  failed: {error}"
     lines = [show(name, width, found)]
-    if "ddp" in found["held"]:
-        saved = (found["held"]["ddp"] - found["held"]["autopart"]) / 1e6
+    if "ddp" in found:
+        saved = (found["ddp"]["held"] - found["autopart"]["held"]) / 1e6
         lines.append(f"{'':21}  fsdp holds {saved:.0f} MB less than ddp between steps")
     return "\n".join(lines)
 
@@ -272,13 +259,14 @@ def main() -> None:
     parser.add_argument("--only", default=",".join(ROWS), help="some of the rows, separated by commas")
     parser.add_argument("--width", default="384,128")
     parser.add_argument("--one", help=argparse.SUPPRESS)
+    parser.add_argument("--side", help=argparse.SUPPRESS)
     options = parser.parse_args()
     widths = [int(width) for width in options.width.split(",")]
     if options.one == "threads":
         threads(widths[0], options.rounds)
         return
     if options.one:
-        measure(options.one, widths[0], options.rounds)
+        measure(options.one, options.side, widths[0])
         return
     names = options.only.split(",")
     if unknown := set(names) - set(ROWS):

@@ -11,6 +11,7 @@ import torch
 from autopart import _torch
 from autopart.api.options import Options
 from autopart.runtime import distributed
+from autopart.runtime.host_memory import keep_freed_memory
 from autopart.runtime.local import Standing, current_transport, run_ranks
 from autopart.runtime.transport import Transport
 
@@ -35,6 +36,7 @@ class Ranks:
             transport = distributed.join()
         size = options.world_size(transport.size if transport is not None else None)
         options.check_inputs(size, separate=transport is not None)
+        keep_freed_memory()
         return cls(size, transport)
 
     @property
