@@ -26,6 +26,7 @@ from autopart.runtime.batch import Batch
 from autopart.testing import assert_parity, reference_random
 from tests.launch import launch
 from tests.random_models import RANDOM_MODELS, Dropping, Layer
+from tests.tensor_axis import CHEAP
 from tests.test_parity_faults import edited
 
 
@@ -90,7 +91,8 @@ def test_f010_f011_masks_do_not_depend_on_the_plan_and_differ_by_layer() -> None
     x = torch.randn(6, 8).double()
     with reference_random():
         expected = Masks().double()(x)[1:]
-    for pins in ({"mesh": {"dp": 2}}, {"mesh": {"pp": 3}}, {"mesh": {"pp": 1}, "microbatches": 3}):
+    split: dict[str, Any] = {"mesh": {"dp": 2, "tp": 2}, "cluster": CHEAP}
+    for pins in (split, {"mesh": {"pp": 3}}, {"mesh": {"pp": 1}, "microbatches": 3}):
         torch.manual_seed(4)
         model = parallelize(Masks().double(), devices=Mesh.of(pins["mesh"]).size, capture="direct", **pins)
         found = model(x)[1:]
