@@ -59,7 +59,7 @@ def test_trains_as_on_one_device(name: str, mesh: str) -> None:
 
 @pytest.mark.filterwarnings("ignore")
 def test_f022_encoder_and_decoder_on_four_stages() -> None:
-    """The encoder's output goes to every stage that has a layer of the decoder; sources and targets differ in length."""
+    """The encoder's output goes to every stage that has a layer of the decoder; sources are longer than targets."""
     found = ZOO["transformer"]()
     assert_parity(found.model, found.args, batch=found.batch, steps=1, mesh={"pp": 4}, microbatches=2)
 
