@@ -22,6 +22,10 @@ from typing import Any
 
 import torch
 
+from tests.fork_server import Forked, fork, serve
+
+Process = subprocess.Popen[bytes] | Forked
+
 
 @dataclass(frozen=True, slots=True)
 class Result:
@@ -45,26 +49,31 @@ def launch(
     *,
     check: bool = True,
     env: dict[str, str] | None = None,
+    fresh: bool = False,
 ) -> Result:
     """Run a script with command line `args`, or an importable function called with `args`, in `nproc` processes.
 
-    They find each other by env:// on 127.0.0.1. `check` raises AssertionError with all output if an exit code is not 0;
-    TimeoutError, likewise, after `timeout` seconds. No process outlives the call or its caller.
+    They find each other by env:// on 127.0.0.1. Processes that call a function are forked from one that has imported
+    all they need (`tests.fork_server`), unless they are to be `fresh`. `check` raises AssertionError with all output if
+    an exit code is not 0; TimeoutError, likewise, after `timeout` seconds. No process outlives the call or its caller.
     """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         command = _command(target, args, folder)
-        processes: list[subprocess.Popen[bytes]] = []
+        forked = callable(target) and not fresh and sys.platform == "linux"
+        processes: list[Process] = []
         try:
             port = free_port()
             for rank in range(nproc):
-                processes.append(_start(command, _environment(rank, nproc, port, env or {}), folder / f"{rank}.out"))
+                variables, output = _environment(rank, nproc, port, env or {}), folder / f"{rank}.out"
+                process = fork(folder, variables, output) if forked else _start(command, variables, output)
+                processes.append(process)
             ended = _wait(processes, timeout)
         finally:
             for process in processes:
                 _kill(process)
         result = Result(
-            tuple(process.returncode for process in processes),
+            tuple(process.wait() or 0 for process in processes),
             tuple((folder / f"{rank}.out").read_text(errors="replace") for rank in range(nproc)),
             tuple(_value(folder / f"{rank}.value") for rank in range(nproc)),
             tuple(ended),
@@ -121,7 +130,7 @@ def _start(command: list[str], env: dict[str, str], output: Path) -> subprocess.
         )
 
 
-def _wait(processes: Sequence[subprocess.Popen[bytes]], timeout: float) -> list[float]:
+def _wait(processes: Sequence[Process], timeout: float) -> list[float]:
     """When each process ended; infinity for those that had not when time was up."""
     ended = [float("inf")] * len(processes)
     until = time.monotonic() + timeout
@@ -133,7 +142,7 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], timeout: float) -> list[
     return ended
 
 
-def _kill(process: subprocess.Popen[bytes]) -> None:
+def _kill(process: Process) -> None:
     """End a process and whatever it started."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
@@ -156,4 +165,4 @@ def _rank(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    _rank(Path(sys.argv[1]))
+    _rank(serve(int(sys.argv[2])) if sys.argv[1] == "--serve" else Path(sys.argv[1]))

@@ -274,7 +274,7 @@ def test_a_norm_needs_two_values() -> None:
 # Buffers
 
 
-def test_counters_count_microbatches_and_nothing_else_touches_them() -> None:  # F007
+def test_f007_counters_count_microbatches_and_nothing_else_touches_them() -> None:
     def forward(self: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         self.steps += 1
         return ((self.out(self.hidden(x)) - y) ** 2).mean()
@@ -291,7 +291,7 @@ def test_counters_count_microbatches_and_nothing_else_touches_them() -> None:  #
     assert parallel.training and parallel.out.training
 
 
-def test_two_calls_before_one_backward() -> None:  # F009
+def test_f009_two_calls_before_one_backward() -> None:
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
         return self.out(self.norm(self.hidden(x)).relu()).mean()
 
@@ -307,7 +307,7 @@ def test_two_calls_before_one_backward() -> None:  # F009
     assert_close(dict(parallel.named_buffers()), dict(plain.named_buffers()), 1e-9, "buffer")
 
 
-def test_training_and_evaluation_keep_their_modes() -> None:  # F071
+def test_f071_training_and_evaluation_keep_their_modes() -> None:
     model, (x, y) = seeded(ResNet), images(8)
     x = x.double()
     plain = Sliced(copy.deepcopy(model), 1, 2)
@@ -329,7 +329,7 @@ def test_training_and_evaluation_keep_their_modes() -> None:  # F071
     assert all(not torch.equal(buffer, start[name]) for name, buffer in parallel.named_buffers())
 
 
-def test_a_part_without_valid_targets_contributes_zero() -> None:  # F042, whole batch
+def test_f042_a_part_without_valid_targets_contributes_zero() -> None:
     def forward(self: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy(self.out(self.hidden(x)), y)
 

@@ -17,7 +17,25 @@ from autopart.errors import RankFailure
 
 ROOT = Path(__file__).parent.parent
 COMMAND = [sys.executable, "-m", "autopart.cli", "demo", "--nproc", "2", "--batch", "4"]
+SMALL = """
+from dataclasses import dataclass
+
+from examples.gpt import GPT, Config, batches, generate
+
+
+@dataclass(frozen=True)
+class Config(Config):
+    layers: int = 2
+    width: int = 16
+    context: int = 16
+"""
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "120"}
+
+
+def endless(out: Path) -> list[str]:
+    """The demo on a smaller model, whose file is in `out`."""
+    (out / "small.py").write_text(SMALL)
+    return [*COMMAND, "--steps", "100000", "--model", str(out / "small.py"), "--out", str(out)]
 
 
 def processes(out: Path) -> list[int]:
@@ -92,8 +110,8 @@ def test_demo_says_everything(tmp_path: Path) -> None:
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_no_process_outlives_the_demo(tmp_path: Path, number: signal.Signals) -> None:
-    command = [*COMMAND, "--steps", "100000", "--out", str(tmp_path)]
-    with subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.DEVNULL, preexec_fn=interruptible) as launcher:
+    command, quiet = endless(tmp_path), subprocess.DEVNULL
+    with subprocess.Popen(command, env=ENVIRONMENT, stdout=quiet, preexec_fn=interruptible) as launcher:
         losses = tmp_path / "losses.txt"
         end = time.monotonic() + 120
         while launcher.poll() is None and time.monotonic() < end and not (losses.exists() and losses.stat().st_size):

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given, settings, strategies
 
 from autopart.demo import load_file
 
@@ -81,6 +82,13 @@ def test_inspect_program_prints_stages_and_source() -> None:
         assert heading in printed
 
 
+def test_property_test_passes_a_few_times() -> None:
+    """Here, and always with the same draws."""
+    test = load_file(EXAMPLES / "property_test.py").test_trains_as_on_one_device.hypothesis.inner_test
+    settings(max_examples=3, derandomize=True, database=None)(given(data=strategies.data())(test))()
+
+
+@pytest.mark.soak
 def test_property_test_passes() -> None:
     """A user's run draws anew; under `CI` hypothesis draws the same each time, and keeps no examples."""
     assert "each the same as one device" in run("examples/property_test.py", CI="true")

@@ -15,6 +15,7 @@ from torch import nn
 
 import autopart
 from autopart.capture import capture, read
+from autopart.ir.placement import Shard
 from autopart.ir.segmented import Segmented
 from autopart.passes.normalise import normalise
 from autopart.passes.segment import segment
@@ -24,6 +25,7 @@ from autopart.testing import LocalWorld, assert_parity
 from autopart.testing.parity import compare, train
 from tests.launch import launch
 from tests.models import GPT
+from tests.tensor_axis import CHEAP
 
 PP2: dict[str, Any] = {"mesh": {"pp": 2}, "microbatches": 2}
 
@@ -67,19 +69,28 @@ def in_parts(rank: int, plain: nn.Module, x: torch.Tensor, pins: dict[str, Any])
     return trajectory, sum(storages.values()), model.plan.prediction.memory[stage].parameters
 
 
-@pytest.mark.parametrize("last", [1, 2], ids=["on one stage", "on two stages"])
-def test_f002_a_tied_weight_is_one_where_its_uses_are_on_one_rank(last: int) -> None:
+TIES: dict[str, tuple[int, int, dict[str, Any], tuple[int, int]]] = {
+    "on one stage": (3, 1, {"stages": ["layers.2"]}, (1, 1)),
+    "on two ranks": (3, 2, {"stages": ["layers.2"]}, (2, 1)),
+    "on the ends of a V": (4, 3, {"schedule": "v1f1b", "stages": [f"layers.{i}" for i in (1, 2, 3)]}, (1, 2)),
+}
+"""How many layers there are, which one has the weight of the first, the pins, and the weights that each rank holds."""
+
+
+@pytest.mark.parametrize("tie", TIES)
+def test_f002_a_tied_weight_is_one_where_its_uses_are_on_one_rank(tie: str) -> None:
     torch.manual_seed(0)
-    plain, x = Layers().double(), torch.randn(6, 8).double()
+    count, last, pins, weights = TIES[tie]
+    plain, x = Layers(count).double(), torch.randn(6, 8).double()
     plain.layers[last].weight = plain.layers[0].weight
     expected = train(copy.deepcopy(plain), lambda step: ((x,), {}), 3, lambda p: torch.optim.SGD(p, lr=0.1), 10.0)
-    every = LocalWorld(2).run(in_parts, plain, x, {**PP2, "stages": ["layers.2"]})
+    every = LocalWorld(2).run(in_parts, plain, x, {**PP2, **pins})
     for found, held, predicted in every:
         compare(found, expected, 1e-9, "tied")
         assert held == predicted
     weight, bias = 8 * 8 * 8, 8 * 8
-    weights = (1, 1) if last == 1 else (2, 1)
-    assert [held for _, held, _ in every] == [weights[0] * weight + 2 * bias, weights[1] * weight + bias]
+    biases = (2, count - 2)
+    assert [held for _, held, _ in every] == [w * weight + b * bias for w, b in zip(weights, biases, strict=True)]
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -123,10 +134,16 @@ class Words(nn.Module):
         return F.cross_entropy(self.head(torch.tanh(self.embed(ids))), labels)
 
 
-def test_f018_a_vocabulary_that_the_ranks_do_not_divide() -> None:
-    """Rows of 13 over four data ranks: 4, 3, 3, 3; the last token is used."""
+ROWS = {f"{name}.weight": {"tp": Shard(0)} for name in ("embed", "head")}
+
+
+@pytest.mark.parametrize(
+    "pins", [{"mesh": {"dp": 4}, "placement": "fsdp"}, {"mesh": {"tp": 4}, "placement": ROWS}], ids=["dp4", "tp4"]
+)
+def test_f018_a_vocabulary_that_the_ranks_do_not_divide(pins: dict[str, Any]) -> None:
+    """Rows of 13 over four ranks: 4, 3, 3, 3; the last token is used."""
     ids, labels = torch.tensor([12, 0, 5, 12, 7, 3, 9, 11]), torch.tensor([0, 12, 12, 4, 3, 8, 1, 12])
-    assert_parity(Words(), (ids, labels), mesh={"dp": 4}, placement="fsdp", microbatches=1)
+    assert_parity(Words(), (ids, labels), microbatches=1, **pins)
 
 
 # ---- skips -----------------------------------------------------------------------------------------------------------
@@ -146,9 +163,10 @@ class LongSkip(nn.Module):
         return (self.layers[3](h) * first).square().mean()
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-def test_f021_a_skip_over_several_stages(schedule: str) -> None:
-    pins: dict[str, Any] = {"mesh": {"pp": 4}, "microbatches": 3, "schedule": schedule}
+@pytest.mark.parametrize(("ranks", "schedule"), [(4, "1f1b"), (2, "interleaved")])
+def test_f021_a_skip_over_several_stages(ranks: int, schedule: str) -> None:
+    """Also with two stages a rank, dealt out in turn: from the first of them to the last."""
+    pins: dict[str, Any] = {"mesh": {"pp": ranks}, "microbatches": 4, "schedule": schedule}
     plain, x = LongSkip().double(), torch.randn(6, 6).double()
     assert_parity(plain, (x,), stages=[f"layers.{i}" for i in (1, 2, 3)], steps=2, **pins)
 
@@ -182,14 +200,28 @@ PATTERNS = {
 }
 
 
-@pytest.mark.parametrize("pattern", PATTERNS)
-def test_f054_every_pattern_of_frozen_parameters(pattern: str) -> None:
+FROZEN_ON: dict[str, dict[str, Any]] = {
+    "pp2": PP2,
+    "dp2": {"mesh": {"dp": 2}, "placement": "fsdp", "microbatches": 2},
+    "tp2": {"mesh": {"tp": 2}, "cluster": CHEAP, "microbatches": 1},
+}
+
+
+@pytest.mark.parametrize(
+    ("pattern", "where"),
+    [
+        pytest.param("all", "pp2", marks=pytest.mark.soak),
+        ("norms", "tp2"),
+        ("biases", "tp2"),
+        ("none but the table", "dp2"),
+    ],
+)
+def test_f054_every_pattern_of_frozen_parameters(pattern: str, where: str) -> None:
     plain, ids = GPT(2, 8, 2, skips=False, tied=False), torch.randint(0, 32, (4, 5))
     for name, parameter in plain.named_parameters():
         parameter.requires_grad_(PATTERNS[pattern](name))
-    at = list(PATTERNS).index(pattern) % 2
-    pins: dict[str, Any] = [PP2, {"mesh": {"dp": 2}, "placement": "fsdp", "microbatches": 2}][at]
-    assert_parity(plain, (ids, ids.flip(0)), steps=1, optimizer=lambda p: torch.optim.SGD(p, lr=0.1), **pins)
+    sgd = lambda p: torch.optim.SGD(p, lr=0.1)  # noqa: E731
+    assert_parity(plain, (ids, ids.flip(0)), steps=1, optimizer=sgd, **FROZEN_ON[where])
 
 
 # ---- names -----------------------------------------------------------------------------------------------------------

@@ -143,5 +143,5 @@ SOAK_FOUR = [
 )
 @pytest.mark.timeout(400)
 def test_gloo_processes(count: int, cases: list[tuple[Any, ...]]) -> None:
-    result = launch(gloo_cases, count, args=(cases,), timeout=360)
+    result = launch(gloo_cases, count, args=(cases,), timeout=360, fresh=True)
     assert result.values == (len(cases),) * count

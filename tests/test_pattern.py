@@ -121,10 +121,10 @@ def trained(model: Any, batches: list[tuple[torch.Tensor, ...]]) -> list[Any]:
 
 
 SEQUENCES = {
-    "F036 alternating": [(8, 5), (8, 9), (8, 5), (8, 9)],
-    "F036 shrink after grow": [(8, 4), (8, 12), (8, 6)],
-    "F037 short last batch": [(8, 6), (8, 6), (6, 6)],
-    "F038 another length than compiled at": [(8, 8), (8, 5)],
+    "alternating": [(8, 5), (8, 9), (8, 5), (8, 9)],
+    "shrink after grow": [(8, 4), (8, 12), (8, 6)],
+    "short last batch": [(8, 6), (8, 6), (6, 6)],
+    "another length than compiled at": [(8, 8), (8, 5)],
 }
 
 
@@ -141,7 +141,7 @@ def test_dropout_at_another_length() -> None:
 
 @pytest.mark.parametrize("case", SEQUENCES)
 @pytest.mark.parametrize("pins", [{"mesh": {"pp": 2}, "microbatches": 4}, {"mesh": {"dp": 2}, "microbatches": 2}])
-def test_lengths_and_batches_that_change(case: str, pins: dict[str, Any]) -> None:
+def test_f036_f037_f038_lengths_and_batches_that_change(case: str, pins: dict[str, Any]) -> None:
     torch.manual_seed(0)
     plain = Lengths().double()
     batches = [tokens(*size) for size in SEQUENCES[case]]

@@ -26,6 +26,7 @@ from autopart.runtime.batch import Batch
 from autopart.testing import assert_parity, reference_random
 from tests.launch import launch
 from tests.random_models import RANDOM_MODELS, Dropping, Layer
+from tests.tensor_axis import CHEAP
 from tests.test_parity_faults import edited
 
 
@@ -85,12 +86,13 @@ class Masks(nn.Module):
         return loss, *masks
 
 
-def test_masks_do_not_depend_on_the_plan_and_differ_by_layer_F010_F011() -> None:
+def test_f010_f011_masks_do_not_depend_on_the_plan_and_differ_by_layer() -> None:
     torch.manual_seed(4)
     x = torch.randn(6, 8).double()
     with reference_random():
         expected = Masks().double()(x)[1:]
-    for pins in ({"mesh": {"dp": 2}}, {"mesh": {"pp": 3}}, {"mesh": {"pp": 1}, "microbatches": 3}):
+    split: dict[str, Any] = {"mesh": {"dp": 2, "tp": 2}, "cluster": CHEAP}
+    for pins in (split, {"mesh": {"pp": 3}}, {"mesh": {"pp": 1}, "microbatches": 3}):
         torch.manual_seed(4)
         model = parallelize(Masks().double(), devices=Mesh.of(pins["mesh"]).size, capture="direct", **pins)
         found = model(x)[1:]
@@ -121,7 +123,7 @@ def stepping(**pins: Any) -> tuple[Any, Callable[[], float]]:
     return model, step
 
 
-def test_a_new_seed_begins_at_call_0_and_eval_does_not_count_F071() -> None:
+def test_f071_a_new_seed_begins_at_call_0_and_eval_does_not_count() -> None:
     model, step = stepping(mesh={"dp": 2})
     plain, args = RANDOM_MODELS["dropping"]()
     torch.manual_seed(5)
@@ -166,7 +168,7 @@ def test_evaluation_draws_what_the_last_training_call_drew() -> None:
     assert found[0][0] != found[0][1] and found[0][2] == found[0][3]
 
 
-def test_generators_stay_where_they_are_F012() -> None:
+def test_f012_generators_stay_where_they_are() -> None:
     _, step = stepping(mesh={"pp": 2})
     plain, args = RANDOM_MODELS["noise"]()
 

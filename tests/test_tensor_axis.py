@@ -195,7 +195,7 @@ def test_a_checkpoint_of_one_mesh_is_read_by_another(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mesh", [{"tp": 3}, {"pp": 2, "tp": 2}])
-def test_outputs_inputs_buffers_and_draws_are_those_of_one_device(mesh: dict[str, int]) -> None:
+def test_f010_outputs_inputs_buffers_and_draws_are_those_of_one_device(mesh: dict[str, int]) -> None:
     """In one process that keeps the parameters whole: dropout under a split dim, gradients of inputs, evaluation."""
     model = dropping_is_that_of_one_device(mesh)
     assert model.program.stages[0].forward.code

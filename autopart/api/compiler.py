@@ -267,7 +267,9 @@ def compile(
     cannot be captured or split, ValueError for a plan of another model or one that cuts the batch too small,
     VerificationError for a faulty program.
     """
-    captured = _sampled(model, args, kwargs, loss_fn, target, batch, semantics, capture)
+    captured = sampled(
+        model, args, kwargs, loss_fn=loss_fn, target=target, batch=batch, semantics=semantics, capture=capture
+    )
     check_fingerprint(plan, captured)
     return lower(segment(captured, cuts=plan.cuts), plan)
 
@@ -295,7 +297,9 @@ def plan(
     PlanInfeasible, with what binds and what would lift it, where nothing fits; ValueError or TypeError for a bad
     argument.
     """
-    captured = _sampled(model, args, kwargs, loss_fn, target, batch, semantics, capture)
+    captured = sampled(
+        model, args, kwargs, loss_fn=loss_fn, target=target, batch=batch, semantics=semantics, capture=capture
+    )
     with shown("planning") as progress:
         pins.setdefault("progress", progress)
         return planned(captured, **pins)
@@ -323,7 +327,9 @@ def pareto(
     front.check(n, objectives)
     if "objective" in pins:
         raise ValueError("objective: a front has two, `objectives`")
-    captured = _sampled(model, args, kwargs, loss_fn, target, batch, semantics, capture)
+    captured = sampled(
+        model, args, kwargs, loss_fn=loss_fn, target=target, batch=batch, semantics=semantics, capture=capture
+    )
     segmented = segment(captured, cuts=named(pins.get("stages")))
     kept = _fitting(captured, pins)
     chosen = _choosing(segmented, captured.batch, kept)
@@ -336,17 +342,18 @@ def pareto(
     return front.undominated(tuple(found))
 
 
-def _sampled(
+def sampled(
     model: torch.nn.Module,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any] | None,
-    loss_fn: Callable[..., Any] | None,
-    target: Any,
-    batch: Mapping[str, int | None] | None,
-    semantics: str,
-    capture: str,
+    *,
+    loss_fn: Callable[..., Any] | None = None,
+    target: Any = NO_TARGET,
+    batch: Mapping[str, int | None] | None = None,
+    semantics: str = "exact",
+    capture: str = "compile",
 ) -> Captured:
-    """The step of a sample call."""
+    """The step of a sample call, as `plan` and `compile` read it."""
     one_of("semantics", semantics, SEMANTICS)
     check_hooks(model, "refuse")
     call = capturing.read(model, args, kwargs, batch=batch, target=target)

@@ -11,10 +11,12 @@ from typing import Any
 import torch
 
 from autopart import _torch
-from autopart.api import compile, parallelize, plan
+from autopart.api import compile, parallelize
+from autopart.api.compiler import lower, planned, sampled
 from autopart.capture import read
 from autopart.ir.plan import Plan
 from autopart.ir.program import Program
+from autopart.passes.segment import segment
 from autopart.testing.reference import reference_random
 from autopart.testing.world import LocalWorld
 
@@ -219,8 +221,12 @@ def _compiled(
     meaning: Mapping[str, Any],
     pins: Mapping[str, Any],
 ) -> Program:
-    made = plan(model, args, kwargs, **meaning, **pins) if given is None else given
-    return compile(model, made, args, kwargs, **meaning)
+    """The program under a given plan, or under that which the pins leave; the call is captured once."""
+    if given is not None:
+        return compile(model, given, args, kwargs, **meaning)
+    captured = sampled(model, args, kwargs, **meaning)
+    plan = planned(captured, **pins)
+    return lower(segment(captured, cuts=plan.cuts), plan)
 
 
 def _on_one_device(
