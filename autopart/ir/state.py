@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import prod
 
 import torch
@@ -104,17 +105,31 @@ class Parameter:
 
     def rows(self, part: int, parts: int) -> tuple[int, int]:
         """The rows ``[start, stop)`` of dim 0 that part `part` of `parts` has; a 0-d parameter is wholly in part 0."""
-        count = self.shape[0] if self.shape else 1
-        size, larger = divmod(count, parts)
-        start = part * size + min(part, larger)
-        return start, start + size + (part < larger)
+        return _rows(self.shape, part, parts)
 
     def part_shape(self, part: int, parts: int) -> tuple[int, ...]:
         """The shape of a part (a 0-d parameter has none elsewhere than in part 0: its other parts have shape (0,))."""
-        start, stop = self.rows(part, parts)
-        if not self.shape:
-            return () if stop > start else (0,)
-        return (stop - start, *self.shape[1:])
+        return _part(self.shape, part, parts)
+
+
+def _rows(shape: tuple[int, ...], part: int, parts: int) -> tuple[int, int]:
+    count = shape[0] if shape else 1
+    size, larger = divmod(count, parts)
+    start = part * size + min(part, larger)
+    return start, start + size + (part < larger)
+
+
+def _part(shape: tuple[int, ...], part: int, parts: int) -> tuple[int, ...]:
+    start, stop = _rows(shape, part, parts)
+    if not shape:
+        return () if stop > start else (0,)
+    return (stop - start, *shape[1:])
+
+
+@lru_cache(maxsize=4096)
+def _numel(shape: tuple[int, ...], part: int, parts: int) -> int:
+    """The elements of a part; layers share them."""
+    return prod(_part(shape, part, parts))
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,11 +171,11 @@ class Unit:
 
     def part_numel(self, part: int, parts: int) -> int:
         """The elements of one part."""
-        return sum(prod(parameter.part_shape(part, parts)) for parameter in self.parameters)
+        return sum([_numel(parameter.shape, part, parts) for parameter in self.parameters])
 
     def padded(self, parts: int) -> int:
-        """The elements of a part on the wire: those of the longest part."""
-        return max(self.part_numel(part, parts) for part in range(parts))
+        """The elements of a part on the wire: those of the longest part, which is the first."""
+        return self.part_numel(0, parts)
 
     def wire_bytes(self, parts: int) -> int:
         """The bytes of all parts on the wire: of the whole unit gathered, or to be reduced to parts."""
