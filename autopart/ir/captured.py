@@ -51,8 +51,8 @@ class Captured:
 
     def values(self) -> Iterator[Value]:
         """Every value: the inputs' first, then the nodes' in order."""
-        yield from (item.value for item in self.inputs)
-        yield from filter(None, chain.from_iterable(map(attrgetter("outs"), (*self.prologue, *self.nodes))))
+        made = chain.from_iterable(map(attrgetter("outs"), (*self.prologue, *self.nodes)))
+        return chain([item.value for item in self.inputs], filter(None, made))
 
     def of_kind(self, *kinds: str) -> tuple[Input, ...]:
         """The inputs of the given kinds, in order."""

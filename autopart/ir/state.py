@@ -9,7 +9,7 @@ padded to the longest one.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import prod
 
@@ -217,6 +217,11 @@ class State:
     units: tuple[Unit, ...]
     buffers: tuple[str, ...]
     bucket: int = BUCKET
+    homes: Mapping[str, Unit] = field(init=False, repr=False, compare=False)  # the unit of every parameter, by name
+
+    def __post_init__(self) -> None:
+        homes = {parameter.target: unit for unit in self.units for parameter in unit.parameters}
+        object.__setattr__(self, "homes", homes)
 
     def unit(self, name: str) -> Unit:
         """The unit of a name."""
@@ -237,11 +242,7 @@ class State:
         """The units that pp rank `column` holds, in their order."""
         return tuple(unit for unit in self.units if column in unit.columns)
 
-    def homes(self) -> dict[str, Unit]:
-        """The unit of every parameter that some segment uses, by the parameter's name."""
-        return {parameter.target: unit for unit in self.units for parameter in unit.parameters}
-
 
 def used_units(targets: Iterable[str], homes: Mapping[str, Unit]) -> tuple[Unit, ...]:
     """The units of some parameters, each once, in order of first use."""
-    return tuple({homes[target].name: homes[target] for target in targets}.values())
+    return tuple({unit.name: unit for unit in map(homes.__getitem__, targets)}.values())

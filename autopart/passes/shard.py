@@ -58,6 +58,7 @@ class _Walk:
         self.names = {item.target: item.value.name for item in captured.of_kind("parameter")}
         self.inside: list[Mapping[str, TensorPlacement]] = [{} for _ in segmented.bodies]
         self._known: dict[object, dict[str, Fact]] = {}
+        self._sound: set[int] = set()  # backwards whose gradients were looked at
         self._same: dict[object, dict[str, Fact]] = {}  # by the very facts, which equal layers share
 
     def forward(self, segment: Segment) -> dict[str, Fact]:
@@ -83,6 +84,9 @@ class _Walk:
         found = self._call(segment, body.backward, given)
         results = [found[name] for name in body.backward.outputs]
         self.facts.update(zip(segment.backward_outputs, results, strict=False))
+        if id(found) in self._sound:
+            return
+        self._sound.add(id(found))
         for target, fact in zip(segment.gradients, results[len(segment.backward_outputs) :], strict=True):
             if not _adds_up(fact):
                 raise CaptureError(
