@@ -48,15 +48,16 @@ def moves(
     `completed` are the units whose accumulated gradients are complete then, by segment.
     """
     homes, limit = staged.state.homes, staged.state.bucket
+    each_time = any(unit.gathered(degree) or unit.reduced_at_once(degree) for unit in staged.state.units)
     reads: list[list[Unit]] = []
     at_once: list[list[Unit]] = []
     done: list[Sequence[Unit]] = []
     for segment, phase in staged.phases(stage, kind):
-        used = used_units(segment.parameters, homes)
-        graded = {unit.name for unit in used_units(phase.gradients, homes)}
+        used = used_units(segment.parameters, homes) if each_time else ()
+        graded = {unit.name for unit in used_units(phase.gradients, homes)} if each_time else ()
         reads.append([unit for unit in used if unit.gathered(degree) and unit.holds(phase.reads)])
         at_once.append([unit for unit in used if unit.name in graded and unit.reduced_at_once(degree)])
-        done.append(completed.get(segment.name, ()) if graded else ())
+        done.append(completed.get(segment.name, ()) if phase.gradients else ())
     gathered = _buckets(reads, degree, limit)
     following: list[Bucket] = [bucket for bucket, *_ in gathered[1:]] + [()] * bool(gathered)
     reduced = [*_buckets(at_once, degree, limit), *_buckets(done, degree, limit)]
