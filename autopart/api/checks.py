@@ -13,7 +13,9 @@ from autopart.ir.plan import Plan, around
 
 def fingerprint(captured: Captured) -> str:
     """A hash of the parameters' names, shapes and dtypes."""
-    text = "\n".join(sorted(f"{i.target} {i.value.at(1)} {i.value.dtype}" for i in captured.of_kind("parameter")))
+    parameters = [(item.target, item.value.shape, item.value.dtype) for item in captured.of_kind("parameter")]
+    kinds = {(shape, dtype): f"{shape} {dtype}" for _, shape, dtype in parameters}
+    text = "\n".join(sorted(f"{target} {kinds[shape, dtype]}" for target, shape, dtype in parameters))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

@@ -141,6 +141,7 @@ def optimizer_ratio(captured: Captured, precision: str | None) -> float:
     return held / sum(nbytes for nbytes, _ in sizes) if held else 2.0
 
 
+@uncollected()
 def planned(captured: Captured, *, batch: int | None = None, inputs: str = "global", **pins: Unpack[Pins]) -> Plan:
     """segment and solve; where whole segments make uneven stages and no names are pinned, with finer cuts.
 

@@ -10,8 +10,9 @@ after:  world.all_gather(("h.0", "h.1")); h.0(world.gathered("h.0")); h.1(world.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from autopart.codegen.functions import call
 from autopart.codegen.layout import Layout
@@ -19,6 +20,8 @@ from autopart.codegen.roll import listed
 from autopart.ir.action import Kind
 from autopart.ir.staged import Staged
 from autopart.ir.state import Unit, used_units
+
+T = TypeVar("T")
 
 Bucket = tuple[Unit, ...]
 """Units that one collective moves, in order of use."""
@@ -44,28 +47,33 @@ def moves(
 
     `completed` are the units whose accumulated gradients are complete then, by segment.
     """
-    homes, limit = staged.state.homes(), staged.state.bucket
+    homes, limit = staged.state.homes, staged.state.bucket
+    each_time = any(unit.gathered(degree) or unit.reduced_at_once(degree) for unit in staged.state.units)
     reads: list[list[Unit]] = []
     at_once: list[list[Unit]] = []
     done: list[Sequence[Unit]] = []
     for segment, phase in staged.phases(stage, kind):
-        used = used_units(segment.parameters, homes)
-        graded = {unit.name for unit in used_units(phase.gradients, homes)}
+        used = used_units(segment.parameters, homes) if each_time else ()
+        graded = {unit.name for unit in used_units(phase.gradients, homes)} if each_time else ()
         reads.append([unit for unit in used if unit.gathered(degree) and unit.holds(phase.reads)])
         at_once.append([unit for unit in used if unit.name in graded and unit.reduced_at_once(degree)])
-        done.append(completed.get(segment.name, ()) if graded else ())
+        done.append(completed.get(segment.name, ()) if phase.gradients else ())
     gathered = _buckets(reads, degree, limit)
     following: list[Bucket] = [bucket for bucket, *_ in gathered[1:]] + [()] * bool(gathered)
     reduced = [*_buckets(at_once, degree, limit), *_buckets(done, degree, limit)]
     reduced.sort(key=lambda found: len(found[0]) > 1)  # a segment's own lines come first
-    return tuple(
-        Moves(
-            tuple((b, then) for (b, first, _), then in zip(gathered, following, strict=True) if first == row),
-            tuple(b for b, _, last in gathered if last == row),
-            tuple(b for b, _, last in reduced if last == row),
-        )
-        for row in range(len(reads))
-    )
+    begun = _by_row((first, (b, then)) for (b, first, _), then in zip(gathered, following, strict=True))
+    dropped, complete = (_by_row((last, b) for b, _, last in found) for found in (gathered, reduced))
+    rows = range(len(reads))
+    return tuple(Moves(begun.get(row, ()), dropped.get(row, ()), complete.get(row, ())) for row in rows)
+
+
+def _by_row(items: Iterable[tuple[int, T]]) -> dict[int, tuple[T, ...]]:
+    """Items by the number of the segment that they come with, in their order."""
+    found: dict[int, list[T]] = {}
+    for row, item in items:
+        found.setdefault(row, []).append(item)
+    return {row: tuple(each) for row, each in found.items()}
 
 
 def _buckets(rows: Sequence[Sequence[Unit]], degree: int, limit: int) -> list[tuple[Bucket, int, int]]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import chain
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -49,12 +51,8 @@ class Captured:
 
     def values(self) -> Iterator[Value]:
         """Every value: the inputs' first, then the nodes' in order."""
-        for item in self.inputs:
-            yield item.value
-        for node in (*self.prologue, *self.nodes):
-            for out in node.outs:
-                if out is not None:
-                    yield out
+        made = chain.from_iterable(map(attrgetter("outs"), (*self.prologue, *self.nodes)))
+        return chain([item.value for item in self.inputs], filter(None, made))
 
     def of_kind(self, *kinds: str) -> tuple[Input, ...]:
         """The inputs of the given kinds, in order."""

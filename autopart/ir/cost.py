@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from math import ceil
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -101,13 +102,14 @@ class SegmentCost:
                 f"segment {self.name!r}: trainable_bytes must lie between 0 and parameter_bytes"
                 f" ({self.parameter_bytes}), not {self.trainable_bytes}"
             )
-        for field in EXPRESSIONS:
-            if extra := _others(getattr(self, field)):
-                raise ValueError(f"segment {self.name!r}: {field} depends on {extra}; only batch_symbol() is known")
+        for place, extra in _others(_expressions(self)):
+            raise ValueError(
+                f"segment {self.name!r}: {EXPRESSIONS[place]} depends on {extra}; only batch_symbol() is known"
+            )
 
     def at(self, batch: int) -> SegmentNumbers:
         """The plain numbers for a microbatch of `batch` samples."""
-        values = _compiled(tuple(getattr(self, field) for field in EXPRESSIONS))(batch)
+        values = _compiled(_expressions(self))(batch)
         numbers = dict(zip(EXPRESSIONS, map(ceil, values), strict=True))
         return SegmentNumbers(
             name=self.name,
@@ -150,10 +152,14 @@ class SegmentNumbers:
                 raise ValueError(f"segment {self.name!r}: {field.name} must not be negative, got {value}")
 
 
+_expressions: Callable[[SegmentCost], tuple[Any, ...]] = attrgetter(*EXPRESSIONS)
+
+
 @lru_cache(maxsize=4096)
-def _others(expression: Any) -> frozenset[object]:
-    """The symbols of an expression but that of the batch."""
-    return frozenset(getattr(expression, "free_symbols", ())) - {batch_symbol()}
+def _others(expressions: tuple[Any, ...]) -> tuple[tuple[int, frozenset[object]], ...]:
+    """The symbols of some expressions but that of the batch, with the place of each that has others."""
+    found = [frozenset(getattr(each, "free_symbols", ())) - {batch_symbol()} for each in expressions]
+    return tuple((place, extra) for place, extra in enumerate(found) if extra)
 
 
 @lru_cache(maxsize=4096)

@@ -105,10 +105,10 @@ class Value:
 
     def nbytes(self, batch: int) -> int:
         """The bytes of the tensor at a (micro)batch of `batch` samples."""
-        count = 1
-        for size in self.at(batch):
-            count *= size
-        return count * self.dtype.itemsize
+        count = self.dtype.itemsize
+        for size in self.shape:
+            count *= int(size.at(batch)) if isinstance(size, Size) else size
+        return count
 
 
 class Form:

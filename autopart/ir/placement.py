@@ -31,6 +31,8 @@ class Mode(Enum):
     MATERIALIZED = "M"  # device-local, made when needed, with no promise of equality across devices
     OFFLOADED = "O"  # every device's own part is held on its host; the device has staging buffers only
 
+    __hash__ = object.__hash__  # a member is there once, and Python's hash of its name takes a call
+
 
 IN_PARTS = (Mode.SHARDED, Mode.GATHERED, Mode.OFFLOADED)
 """The modes in which the devices of an axis hold disjoint parts of a state."""

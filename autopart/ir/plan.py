@@ -289,9 +289,8 @@ def _document() -> Document[Plan]:
 
 def first_match(placements: tuple[tuple[str, Placement], ...], name: str) -> Placement:
     """The first placement whose pattern matches `name` or a module around it; ValueError if none does."""
-    candidates = around(name)
     for pattern, placement in placements:
-        if any(fnmatchcase(candidate, pattern) for candidate in candidates):
+        if pattern == "*" or any(fnmatchcase(candidate, pattern) for candidate in around(name)):
             return placement
     raise ValueError(f"placement: no pattern matches {name!r}; end with '*'")
 

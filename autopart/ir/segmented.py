@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Set
+from dataclasses import dataclass, field, replace
 
 from autopart.ir.action import Kind
 from autopart.ir.captured import Captured
@@ -77,6 +78,7 @@ class Segment:
     each parameter gradient that the backward returns, after the `backward_outputs`, with its parameter; `updates` are
     the buffers of which the forward returns the new values, after the `outputs`. `halves` are those of I and of W,
     where the body has them; all parameter gradients are W's. `slice` is the piece of the sequence that it works on.
+    `parameters` are all that are read or given a gradient, in order of first use.
     """
 
     name: str
@@ -93,16 +95,16 @@ class Segment:
     gradients: tuple[str, ...] = ()
     halves: tuple[Half, Half] | None = None
     slice: int = 0
+    parameters: tuple[str, ...] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        used = dict.fromkeys((*self.forward_parameters, *self.backward_parameters, *self.gradients))
+        object.__setattr__(self, "parameters", tuple(used))
 
     @property
     def layer(self) -> str:
         """The name of the segment that does the same for the first slice: its own but for the slice's."""
         return self.name.removeprefix(f"slice{self.slice}.") if self.slice else self.name
-
-    @property
-    def parameters(self) -> tuple[str, ...]:
-        """Every parameter that is read or given a gradient, in order of first use."""
-        return tuple(dict.fromkeys((*self.forward_parameters, *self.backward_parameters, *self.gradients)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +176,17 @@ class Segmented:
         """Every value that may pass between segments, by name, in the shape that it has here."""
         values = {value.name: value for value in (*self.captured.values(), *self.made)}
         return values | ({value.name: value for value in self.here.values} if self.here is not None else {})
+
+    def handed_on(self, names: Set[str]) -> dict[str, Value]:
+        """Some of the values that segments hand on, forward or backward, by name, in the shape that they have here."""
+        found: dict[str, Value] = {}
+        for segment in self.segments:
+            body = self.bodies[segment.body]
+            for function, made in ((body.forward, segment.outputs), (body.backward, segment.backward_outputs)):
+                if function is not None and not names.isdisjoint(made):
+                    local, values = dict(zip(made, function.outputs, strict=False)), defined(function)
+                    found |= {name: replace(values[local[name]], name=name) for name in made if name in names}
+        return found
 
     def pieces(self) -> dict[str, tuple[Piece, ...]]:
         """What is here of each parameter that is split, by its name: a piece of the whole, a piece of that, ..."""

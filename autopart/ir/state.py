@@ -9,7 +9,8 @@ padded to the longest one.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from math import prod
 
 import torch
@@ -104,17 +105,31 @@ class Parameter:
 
     def rows(self, part: int, parts: int) -> tuple[int, int]:
         """The rows ``[start, stop)`` of dim 0 that part `part` of `parts` has; a 0-d parameter is wholly in part 0."""
-        count = self.shape[0] if self.shape else 1
-        size, larger = divmod(count, parts)
-        start = part * size + min(part, larger)
-        return start, start + size + (part < larger)
+        return _rows(self.shape, part, parts)
 
     def part_shape(self, part: int, parts: int) -> tuple[int, ...]:
         """The shape of a part (a 0-d parameter has none elsewhere than in part 0: its other parts have shape (0,))."""
-        start, stop = self.rows(part, parts)
-        if not self.shape:
-            return () if stop > start else (0,)
-        return (stop - start, *self.shape[1:])
+        return _part(self.shape, part, parts)
+
+
+def _rows(shape: tuple[int, ...], part: int, parts: int) -> tuple[int, int]:
+    count = shape[0] if shape else 1
+    size, larger = divmod(count, parts)
+    start = part * size + min(part, larger)
+    return start, start + size + (part < larger)
+
+
+def _part(shape: tuple[int, ...], part: int, parts: int) -> tuple[int, ...]:
+    start, stop = _rows(shape, part, parts)
+    if not shape:
+        return () if stop > start else (0,)
+    return (stop - start, *shape[1:])
+
+
+@lru_cache(maxsize=4096)
+def _numel(shape: tuple[int, ...], part: int, parts: int) -> int:
+    """The elements of a part; layers share them."""
+    return prod(_part(shape, part, parts))
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,11 +171,11 @@ class Unit:
 
     def part_numel(self, part: int, parts: int) -> int:
         """The elements of one part."""
-        return sum(prod(parameter.part_shape(part, parts)) for parameter in self.parameters)
+        return sum([_numel(parameter.shape, part, parts) for parameter in self.parameters])
 
     def padded(self, parts: int) -> int:
-        """The elements of a part on the wire: those of the longest part."""
-        return max(self.part_numel(part, parts) for part in range(parts))
+        """The elements of a part on the wire: those of the longest part, which is the first."""
+        return self.part_numel(0, parts)
 
     def wire_bytes(self, parts: int) -> int:
         """The bytes of all parts on the wire: of the whole unit gathered, or to be reduced to parts."""
@@ -202,6 +217,11 @@ class State:
     units: tuple[Unit, ...]
     buffers: tuple[str, ...]
     bucket: int = BUCKET
+    homes: Mapping[str, Unit] = field(init=False, repr=False, compare=False)  # the unit of every parameter, by name
+
+    def __post_init__(self) -> None:
+        homes = {parameter.target: unit for unit in self.units for parameter in unit.parameters}
+        object.__setattr__(self, "homes", homes)
 
     def unit(self, name: str) -> Unit:
         """The unit of a name."""
@@ -222,11 +242,7 @@ class State:
         """The units that pp rank `column` holds, in their order."""
         return tuple(unit for unit in self.units if column in unit.columns)
 
-    def homes(self) -> dict[str, Unit]:
-        """The unit of every parameter that some segment uses, by the parameter's name."""
-        return {parameter.target: unit for unit in self.units for parameter in unit.parameters}
-
 
 def used_units(targets: Iterable[str], homes: Mapping[str, Unit]) -> tuple[Unit, ...]:
     """The units of some parameters, each once, in order of first use."""
-    return tuple({homes[target].name: homes[target] for target in targets}.values())
+    return tuple({unit.name: unit for unit in map(homes.__getitem__, targets)}.values())

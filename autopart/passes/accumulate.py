@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from autopart.ir.graph import Node, Ref
 
@@ -37,7 +38,7 @@ def trees(nodes: Iterable[Node], outputs: Iterable[str]) -> tuple[Tree, ...]:
     nodes = tuple(nodes)
     made = {name for node in nodes if node.backward for name in node.names()}
     sums = {node.names()[0]: node for node in nodes if is_sum(node, made)}
-    uses = Counter(name for node in nodes for name in node.refs())
+    uses = Counter(chain.from_iterable(map(Node.refs, nodes)))
     uses.update(outputs)
     outputs = set(outputs)
     inner = {
@@ -63,13 +64,14 @@ def regroup(
 
     `home` gives the segment of every value; that of a tree's root is the segment where the whole sum is used.
     """
-    defined = {name: node for node in nodes for name in node.names()}
     homes: dict[str, int] = {}
     removed: set[str] = set()
     after: dict[str, list[Node]] = {}
     at: dict[str, list[Node]] = {}
-    order = {name: i for i, node in enumerate(nodes) for name in node.names()}
-    for tree in trees(nodes, outputs):
+    found = trees(nodes, outputs)
+    taken = {name for tree in found for name in (*tree.adds, *tree.leaves)}
+    made_at = {name: i for i, node in enumerate(nodes) if not taken.isdisjoint(node.names()) for name in node.names()}
+    for tree in found:
         groups: dict[int, list[str]] = {}
         for leaf in tree.leaves:
             groups.setdefault(home[leaf], []).append(leaf)
@@ -77,10 +79,10 @@ def regroup(
             homes.update(dict.fromkeys(tree.adds, next(iter(groups))))
             continue
         removed.update(tree.adds)
-        spare = [defined[name] for name in tree.adds]
+        spare = [nodes[made_at[name]] for name in tree.adds]
         parts = []
         for group in sorted(groups, reverse=True):
-            members = sorted(groups[group], key=order.__getitem__)
+            members = sorted(groups[group], key=made_at.__getitem__)
             made, total = _chain(members, spare)
             homes.update({name: group for node in made for name in node.names()})
             after.setdefault(members[-1], []).extend(made)
@@ -88,10 +90,14 @@ def regroup(
         made, _ = _chain(parts, spare)
         homes.update({name: home[tree.root] for node in made for name in node.names()})
         at[tree.root] = made
+    changed = removed.union(after)
     result: list[Node] = []
     for node in nodes:
-        names = tuple(node.names())
-        if names and names[0] in removed:
+        names = node.names()
+        if changed.isdisjoint(names):
+            result.append(node)
+            continue
+        if names[0] in removed:
             result.extend(at.get(names[0], ()))
             continue
         result.append(node)

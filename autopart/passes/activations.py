@@ -6,13 +6,13 @@ caller's batch, parameters and buffers are not counted: they are there anyway.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import starmap
 
 from autopart.codegen.stages import stage_edges, stores_of
 from autopart.ir.action import COMPUTE, Kind, Scheduled
-from autopart.ir.graph import Value
-from autopart.ir.segmented import Function, Phase, defined
+from autopart.ir.segmented import Phase, defined
 from autopart.ir.staged import Staged
 from autopart.passes.costs import copied_inputs
 from autopart.rules.alias import roots
@@ -88,19 +88,25 @@ def _edge(staged: Staged, source: int, target: int) -> Holder:
 
 @dataclass(frozen=True, slots=True)
 class _Local:
-    """The values of one function by local name, and the root of each that is a view."""
+    """What segments with one function share: what they take, hand on and keep, by local name, and its bytes.
 
-    values: Mapping[str, Value]
-    root: Mapping[str, str]
+    Of a view it is the root.
+    """
+
+    inputs: tuple[str, ...]
+    gives: tuple[tuple[str, int], ...]
+    keeps: tuple[tuple[str, int], ...]
 
     @classmethod
-    def of(cls, function: Function) -> _Local:
-        return cls(defined(function), roots(function.nodes))
+    def of(cls, phase: Phase, batch: int) -> _Local:
+        values, root = defined(phase.function), roots(phase.function.nodes)
 
-    def storages(self, names: Iterable[str], given: Mapping[str, Storage], place: str, batch: int) -> list[Storage]:
-        """The storage of each name; `given` has those of the function's inputs, `place` makes the names of new ones."""
-        found = [self.root.get(name, name) for name in names]
-        return [given[r] if r in given else (f"{place}:{r}", self.values[r].nbytes(batch)) for r in found]
+        def sized(names: Iterable[str]) -> tuple[tuple[str, int], ...]:
+            found = (root.get(name, name) for name in names)
+            return tuple((name, values[name].nbytes(batch)) for name in found)
+
+        given = phase.function.outputs[: len(phase.gives)]
+        return cls(tuple(value.name for value in phase.function.inputs), sized(given), sized(phase.keeps or ()))
 
 
 def _kept(staged: Staged, stages: Sequence[int], batch: int, whole: bool) -> Kept:
@@ -108,7 +114,7 @@ def _kept(staged: Staged, stages: Sequence[int], batch: int, whole: bool) -> Kep
     at: dict[str, Storage] = {}  # by value name in the whole graph
     saved: dict[str, list[Storage]] = {}  # by segment: what its forward kept
     kept: Kept = {}
-    known: dict[int, _Local] = {}  # by function
+    known: dict[object, _Local] = {}
     homes = {staged.home(stage) for stage in stages}
 
     def perform(stage: int, kind: Kind) -> None:
@@ -118,10 +124,11 @@ def _kept(staged: Staged, stages: Sequence[int], batch: int, whole: bool) -> Kep
                 at.update({v.name: (f"{v.name} at {stage}", v.nbytes(batch)) for v in edge.values})
                 kept[_edge(staged, edge.source, stage)] = frozenset(at[v.name] for v in edge.values)
         for segment, phase in staged.phases(stage, kind):
-            if id(phase.function) not in known:
-                known[id(phase.function)] = _Local.of(phase.function)
-            local = known[id(phase.function)]
-            keeps[segment.name] = _phase(f"{segment.name} {kind}", phase, local, saved.get(segment.name, ()), at, batch)
+            alike = id(phase.function), len(phase.gives), phase.keeps
+            if alike not in known:
+                known[alike] = _Local.of(phase, batch)
+            local = known[alike]
+            keeps[segment.name] = _phase(f"{segment.name} {kind}", phase, local, saved.get(segment.name, ()), at)
         if kind in (Kind.F, Kind.S):
             saved.update(keeps)
         edges_out = stage_edges(staged, stage, kind)[1]
@@ -147,16 +154,17 @@ def _inputs(staged: Staged, stage: int, batch: int, whole: bool) -> dict[str, St
     return {v.name: (f"{v.name} at {stage}", v.nbytes(batch) * (copied[v.name] and not whole)) for v in items}
 
 
-def _phase(
-    place: str, phase: Phase, local: _Local, kept: Sequence[Storage], at: dict[str, Storage], batch: int
-) -> list[Storage]:
+def _phase(place: str, phase: Phase, local: _Local, kept: Sequence[Storage], at: dict[str, Storage]) -> list[Storage]:
     """The storages that a segment keeps in one phase; those of the values that it hands on are added to `at`.
 
     `kept` are those that it is given of its forward. Buffers, parameters and the loss's own gradient count nothing.
     """
-    given = {value.name: ("", 0) for value in phase.function.inputs}
-    taken = (*(at.get(name, ("", 0)) for name in phase.takes), *kept)
-    given.update(zip((value.name for value in phase.function.inputs), taken, strict=False))
-    outputs = phase.function.outputs[: len(phase.gives)]
-    at.update(zip(phase.gives, local.storages(outputs, given, place, batch), strict=True))
-    return local.storages(phase.keeps or (), given, place, batch)
+    nothing = ("", 0)
+    given = dict.fromkeys(local.inputs, nothing)
+    given.update(zip(local.inputs, [*(at.get(name, nothing) for name in phase.takes), *kept], strict=False))
+
+    def storage(name: str, nbytes: int) -> Storage:
+        return given.get(name) or (f"{place}:{name}", nbytes)
+
+    at.update(zip(phase.gives, starmap(storage, local.gives), strict=True))
+    return [*starmap(storage, local.keeps)]

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from autopart.ir.captured import Captured
 from autopart.ir.graph import Node, Value, rename
@@ -70,14 +71,14 @@ def _flows(captured: Captured, names: list[str], home: Mapping[str, int]) -> lis
     updated = {name for name, item in kinds.items() if item.kind == "buffer" and item.target in targets}
     # gradients of parameters go to their units, new values of buffers to the world
     kept = {out.name for out in captured.outputs if out.kind not in ("grad", "mutation")}
-    readers = _readers(captured, home)
+    parts = [(tuple(n for n in row if not n.backward), tuple(n for n in row if n.backward)) for row in nodes]
+    outside = [(_outside(forward), _outside(backward)) for forward, backward in parts]
+    kept.update(_handed_on(outside, home, backward_made))
     flows = []
     for index, name in enumerate(names):
-        forward = tuple(node for node in nodes[index] if not node.backward)
-        backward = tuple(node for node in nodes[index] if node.backward)
-        read, back = _outside(forward), _outside(backward)
+        (forward, backward), (read, back) = parts[index], outside[index]
         # The next microbatch's forward may have changed it by then: the backward has what the forward read.
-        read += [v for v in back if v in updated and v not in read]
+        read = [*read, *(v for v in back if v in updated and v not in read)]
         own = dict.fromkeys(value for node in forward for value in node.names())
         passing = [v for v in back if v not in own and v not in backward_made and not _direct(kinds.get(v))]
         values = tuple(dict.fromkeys([*(v for v in read if not _direct(kinds.get(v))), *passing]))
@@ -89,12 +90,12 @@ def _flows(captured: Captured, names: list[str], home: Mapping[str, int]) -> lis
             values=values,
             forward_fixed=tuple(v for v in read if v in kinds and kinds[v].kind in FIXED),
             forward_parameters=tuple(kinds[v].target for v in read if v in kinds and kinds[v].kind == "parameter"),
-            outputs=tuple(v for v in own if v in kept or readers.get((v, False), index) > index),
+            outputs=tuple(v for v in own if v in kept),
             updates=tuple(target for _, target in updates.get(index, [])),
             backward_inputs=tuple(v for v in back if v in backward_made or (v in kinds and kinds[v].kind == "tangent")),
             backward_fixed=tuple(v for v in back if v in kinds and kinds[v].kind in FIXED and v not in updated),
             backward_parameters=tuple(kinds[v].target for v in back if v in kinds and kinds[v].kind == "parameter"),
-            backward_outputs=tuple(v for v in produced if v in kept or readers.get((v, True), index) < index),
+            backward_outputs=tuple(v for v in produced if v in kept),
             gradients=tuple(target for _, target in mine),
         )
         saved = tuple(v for v in back if v in own or v in passing or v in updated)
@@ -112,19 +113,19 @@ def _at_home(captured: Captured, kind: str, home: Mapping[str, int]) -> dict[int
     return found
 
 
-def _readers(captured: Captured, home: Mapping[str, int]) -> dict[tuple[str, bool], int]:
-    """For each value, the farthest segment that reads it: the last for forward values, the first for gradients.
+def _handed_on(
+    outside: Sequence[tuple[list[str], list[str]]], home: Mapping[str, int], backward_made: Set[str]
+) -> Iterator[str]:
+    """The values that other segments read: later ones forward values, earlier ones gradients.
 
-    A forward value that only the backward of a later segment reads is handed to that segment's forward too.
+    `outside` has what the forward and the backward of every segment read that they do not make. A forward value that
+    only the backward of a later segment reads is handed to that segment's forward too.
     """
-    made_backward = {name for node in captured.nodes if node.backward for name in node.names()}
-    far: dict[tuple[str, bool], int] = {}
-    for node in captured.nodes:
-        here = home[node.names()[0]]
-        for name in node.refs():
-            key = (name, name in made_backward)
-            far[key] = min(far.get(key, here), here) if key[1] else max(far.get(key, here), here)
-    return far
+    for here, (read, back) in enumerate(outside):
+        for name in (*read, *back):
+            at = home.get(name, here)
+            if here < at if name in backward_made else here > at:
+                yield name
 
 
 def _direct(item: object) -> bool:
@@ -132,67 +133,54 @@ def _direct(item: object) -> bool:
     return item is not None and getattr(item, "kind", "input") != "input"
 
 
-def _outside(nodes: Iterable[Node]) -> list[str]:
+def _outside(nodes: Sequence[Node]) -> list[str]:
     """The names that nodes read and do not define, in order of first use."""
-    defined: set[str] = set()
-    found: dict[str, None] = {}
-    for node in nodes:
-        found.update(dict.fromkeys(name for name in node.refs() if name not in defined))
-        defined.update(node.names())
-    return list(found)
+    defined = set(chain.from_iterable(map(Node.names, nodes)))
+    return [name for name in dict.fromkeys(chain.from_iterable(map(Node.refs, nodes))) if name not in defined]
 
 
 def _structure(
     flow: _Flow, values: Mapping[str, Value], targets: Mapping[str, str], wishes: Mapping[str, str]
 ) -> object:
     """What segments of one body agree on: values numbered in order of appearance, sizes, paths of parameters."""
-    segment, numbers, regions = flow.segment, _Numbers(values), dict[int, int]()
+    segment, nodes = flow.segment, (*flow.forward, *flow.backward)
     prefix = segment.name.split("@")[0] + "."
     parameters = [targets[target] for target in segment.parameters]
     fixed = dict.fromkeys((*segment.forward_fixed, *segment.backward_fixed))
-    given = numbers.typed((*parameters, *fixed, *segment.values, *segment.backward_inputs))
+    given = dict.fromkeys((*parameters, *fixed, *segment.values, *segment.backward_inputs))
+    numbers = {name: i for i, name in enumerate(dict.fromkeys((*given, *chain.from_iterable(map(Node.names, nodes)))))}
+    typed = [(values[name].shape, values[name].dtype) for name in given]
     paths = tuple(wishes[name].removeprefix(prefix) for name in (*parameters, *fixed))
-    nodes = tuple(
-        [
-            (
-                n.form,
-                regions.setdefault(n.region, len(regions)) if n.region >= 0 else -1,
-                tuple([numbers[r] for r in n.refs()]),
-                tuple([None if o is None else numbers[o.name] for o in n.outs]),
-            )
-            for n in (*flow.forward, *flow.backward)
-        ]
+    groups = (
+        chain.from_iterable(map(Node.refs, nodes)),
+        (targets[target] for target in segment.forward_parameters),
+        (targets[target] for target in (*segment.backward_parameters, *segment.gradients)),
+        *(segment.values, segment.forward_fixed, segment.outputs, flow.saved, segment.backward_inputs),
+        *(segment.backward_fixed, segment.backward_outputs, flow.gradients, flow.updates),
     )
-    used = (
-        *(numbers[targets[t]] for t in segment.forward_parameters),
-        *(-1 - numbers[targets[t]] for t in (*segment.backward_parameters, *segment.gradients)),
-    )
-    named = (*segment.values, *segment.forward_fixed, *segment.outputs), flow.saved, segment.backward_inputs
-    more = segment.backward_fixed, segment.backward_outputs, flow.gradients, flow.updates
     return (
-        given,
+        tuple(typed),
         paths,
         len(flow.forward),
-        nodes,
-        used,
-        tuple(tuple(map(numbers.__getitem__, g)) for g in (*named, *more)),
+        tuple([node.form for node in nodes]),
+        tuple([_unused(node) for node in nodes]),
+        _regions(nodes),
+        tuple([tuple(map(numbers.__getitem__, names)) for names in groups]),
     )
 
 
-class _Numbers(dict[str, int]):
-    """Names numbered in order of appearance."""
+def _unused(node: Node) -> int | tuple[bool, ...]:
+    """How many results a node has, or which of them are not used where some are not."""
+    count = len(node.outs)
+    return count if len(node.names()) == count else tuple([out is None for out in node.outs])
 
-    def __init__(self, values: Mapping[str, Value]) -> None:
-        self.values_by_name = values
 
-    def __missing__(self, name: str) -> int:
-        self[name] = len(self)
-        return self[name]
-
-    def typed(self, items: Iterable[str | Value | None]) -> tuple[object, ...]:
-        """Numbers with shapes and dtypes."""
-        found = [self.values_by_name[item] if isinstance(item, str) else item for item in items]
-        return tuple([(self[v.name], v.shape, v.dtype) if v is not None else None for v in found])
+def _regions(nodes: Sequence[Node]) -> tuple[int, ...]:
+    """The user's checkpoint calls, numbered in order, that nodes were made in; nothing where there are none."""
+    numbers: dict[int, int] = {}
+    if all(node.region < 0 for node in nodes):
+        return ()
+    return tuple([numbers.setdefault(n.region, len(numbers)) if n.region >= 0 else -1 for n in nodes])
 
 
 def _localised(flow: _Flow, values: Mapping[str, Value], targets: Mapping[str, str], wishes: Mapping[str, str]) -> Body:

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import replace
 from math import lcm
+from operator import mul
 from typing import Any
 
 from autopart.codegen.exchange import exchanges
@@ -44,30 +45,25 @@ def costs(segmented: Segmented, exchanged: Exchanged | None = None) -> tuple[Seg
     users = Counter(target for segment in segmented.segments for target in segment.parameters)
     copied, samples = copied_inputs(segmented.captured), segmented.captured.batch * _parts(segmented)
     shared: dict[object, SegmentCost] = {}
-    made = []
-    for segment in segmented.segments:
+
+    def size(target: str) -> int:
+        value = parameters[target].value
+        return (replace(value, shape=pieces[target][-1].local) if target in pieces else value).nbytes(1)
+
+    def cost(segment: Segment) -> SegmentCost:
         origins = tuple(copied.get(name) for name in segment.values)
-        key = segment.body, origins
+        mine = [target for target in segment.parameters if target in parameters]
+        trained = tuple([parameters[target].requires_grad for target in mine])
+        key = segment.body, origins, trained  # the parameters of a body are of the same sizes in every segment
         if key not in shared:
-            body = segmented.bodies[segment.body]
-            shared[key] = _without_parameters(body, segment, origins, samples, exchanged)
-        mine = {target: parameters[target] for target in segment.parameters if target in parameters}
-        here = {
-            target: replace(item.value, shape=pieces[target][-1].local)
-            for target, item in mine.items()
-            if target in pieces
-        }
-        sizes = {target: here.get(target, item.value).nbytes(1) for target, item in mine.items()}
-        made.append(
-            replace(
-                shared[key],
-                name=segment.name,
-                parameter_bytes=sum(sizes.values()),
-                trainable_bytes=sum(sizes[target] for target, item in mine.items() if item.requires_grad),
-                tied=tuple(Tied(t, sizes[t], item.requires_grad) for t, item in mine.items() if users[t] > 1),
-            )
-        )
-    return tuple(made)
+            sizes = list(map(size, mine))
+            made = _without_parameters(segmented.bodies[segment.body], segment, origins, samples, exchanged)
+            shared[key] = replace(made, parameter_bytes=sum(sizes), trainable_bytes=sum(map(mul, sizes, trained)))
+        several = [target for target in mine if users[target] > 1]
+        tied = tuple(Tied(target, size(target), parameters[target].requires_grad) for target in several)
+        return replace(shared[key], name=segment.name, tied=tied)
+
+    return tuple(map(cost, segmented.segments))
 
 
 def copied_inputs(captured: Captured) -> dict[str, bool]:

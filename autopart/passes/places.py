@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from autopart.errors import VerificationError
-from autopart.ir.graph import Size, Value
+from autopart.ir.graph import Dim, Size, Value
 from autopart.ir.placed import PlacedBody, PlacedFunction, PlacedStep
 from autopart.ir.placement import Replicate, Shard, TensorPlacement
 from autopart.ir.segmented import Body, Function, Here, Segmented, defined
@@ -86,7 +86,7 @@ def at_place(
         number = numbers.setdefault(id(body), len(bodies))
         if number == len(bodies):
             bodies.append(localise(body, place, alike=alike))
-        segments.append(replace(segment, body=number))
+        segments.append(segment if segment.body == number else replace(segment, body=number))
     shapes = {item.target: item.value.at(1) for item in segmented.captured.of_kind("parameter")}
     shapes |= {p.target: p.module_shape for unit in (state.units if state else ()) for p in unit.parameters}
     before = segmented.here or Here((), (), (), ())
@@ -115,17 +115,27 @@ def _between(
         for segment in segmented.segments
         for name in (*segment.values, *segment.outputs, *segment.backward_inputs, *segment.backward_outputs)
     )
-    placements = tuple(how.get(name, Replicate()) for name in names)
-    return tuple(
-        replace(values[name], shape=local_shape(values[name].shape, there, placed.degree, place))
-        for name, there in zip(names, placements, strict=True)
-    ), placements
+    whole = Replicate()
+    placements = tuple(how.get(name, whole) for name in names)
+    known: dict[object, tuple[Dim, ...]] = {}
+
+    def here(value: Value, there: TensorPlacement) -> Value:
+        key = value.shape, there
+        if key not in known:
+            known[key] = local_shape(value.shape, there, placed.degree, place)
+        return value if known[key] == value.shape else replace(value, shape=known[key])
+
+    return tuple([here(values[name], there) for name, there in zip(names, placements, strict=True)]), placements
 
 
 def _pieces(placed: PlacedStep, shapes: Mapping[str, tuple[int, ...]], place: int) -> Iterator[tuple[str, Piece]]:
+    known: dict[object, Piece] = {}
     for target, how in placed.parameters:
         if isinstance(how, Shard) and target in shapes:
-            yield target, _piece(placed, shapes[target], how, place)
+            key = shapes[target], how
+            if key not in known:
+                known[key] = _piece(placed, shapes[target], how, place)
+            yield target, known[key]
 
 
 def _piece(placed: PlacedStep, shape: tuple[int, ...], how: Shard, place: int) -> Piece:

@@ -189,8 +189,9 @@ def _buffers(staged: Staged, places: Sequence[int], column: int, degree: int) ->
 
 def _outputs(staged: Staged, ranks: int, shares: Shares) -> Calls:
     """What makes outputs whole: sums over the world; broadcasts of every data rank's piece to all ranks."""
-    values = staged.segmented.values()
-    for out in outputs(staged):
+    returned = outputs(staged)
+    values = staged.segmented.handed_on({out.name for out in returned})
+    for out in returned:
         if out.partial:
             yield "all_reduce", values[out.name].nbytes(1), ranks, 1
         elif out.everywhere:

@@ -38,7 +38,7 @@ def recompute(segmented: Segmented, names: Iterable[str] = ()) -> Segmented:
             made[keys[-1]] = _recomputing(body, segment, whole, moving)
     numbers = {key: number for number, key in enumerate(made)}
     segments = tuple(
-        made[key].reading(replace(segment, body=numbers[key]))
+        made[key].reading(segment if segment.body == numbers[key] else replace(segment, body=numbers[key]))
         for key, segment in zip(keys, segmented.segments, strict=True)
     )
     return replace(segmented, bodies=tuple(_named(segmented, [m.body for m in made.values()])), segments=segments)
@@ -76,6 +76,8 @@ class _Made:
 
     def reading(self, segment: Segment) -> Segment:
         """The segment with what its backward reads."""
+        if not self.fixed and not self.parameters:
+            return segment
         return replace(
             segment,
             backward_fixed=(*segment.backward_fixed, *(segment.forward_fixed[i] for i in self.fixed)),

@@ -82,6 +82,8 @@ def _apart(captured: Captured, forward: list[Node], names: list[str], number: li
 
 
 def _check_cuts(cuts: Sequence[str], names: list[str], forward: list[Node]) -> None:
+    if not cuts:
+        return
     paths = dict.fromkeys([*(name.split("@")[0] for name in names), *(node.module for node in forward)])
     known = sorted({outer for path in paths for outer in around(path)[1:]})
     for cut in cuts:
@@ -96,6 +98,8 @@ def _check_cuts(cuts: Sequence[str], names: list[str], forward: list[Node]) -> N
 
 def _parted(labels: list[str | None], forward: list[Node], cuts: tuple[str, ...]) -> list[str | None]:
     """The labels, but that of a module in `cuts` (the innermost) from where its use begins within a labelled one."""
+    if not cuts:
+        return labels
     parted: list[str | None] = []
     for i, (label, node) in enumerate(zip(labels, forward, strict=True)):
         goes_on = i > 0 and label is not None and label == labels[i - 1]
@@ -136,6 +140,9 @@ def _labels(forward: list[Node]) -> list[str | None]:
 def _with_parameters(labels: list[str | None], forward: list[Node], captured: Captured) -> list[str | None]:
     """Between modules, a node that is the first to read a parameter is labelled by it: ``x @ self.weights[3]``."""
     targets = {item.value.name: item.target for item in captured.of_kind("parameter")}
+    between = (node for label, node in zip(labels, forward, strict=True) if not label)
+    if not any(name in targets for node in between for name in node.refs()):
+        return [label or None for label in labels]
     found: list[str | None] = []
     seen: set[str] = set()
     for label, node in zip(labels, forward, strict=True):
@@ -236,20 +243,25 @@ def _backward_homes(captured: Captured, forward: list[Node], number: list[int]) 
         by_sequence.setdefault(node.sequence, place)
     backward = [node for node in captured.nodes if node.backward]
     made = {name for node in backward for name in node.names()}
+    adrift = {  # the values of nodes that belong where they are used
+        name for node in backward if node.sequence not in by_sequence or is_sum(node, made) for name in node.names()
+    }
     used_at = {out.name: max(number) for out in captured.outputs if out.kind == "input_grad"}
     homes: dict[str, int] = {}
     for node in reversed(backward):
-        used = max((used_at[name] for name in node.names() if name in used_at), default=None)
-        own = by_sequence.get(node.sequence)
-        home = used if used is not None and (own is None or is_sum(node, made)) else own
+        home = by_sequence.get(node.sequence)
+        if not adrift.isdisjoint(node.names()):
+            home = max((used_at[name] for name in node.names() if name in used_at), default=home)
         if home is None:
             raise CaptureError(f"{node.source or node.module}: cannot tell to which layer {node.opname} belongs")
-        homes.update(dict.fromkeys(node.names(), home))
-        for name in node.refs():
-            if used_at.get(name, -1) < home:
-                used_at[name] = home
+        for name in node.names():
+            homes[name] = home
+        if not adrift.isdisjoint(node.refs()):
+            for name in adrift.intersection(node.refs()):
+                used_at[name] = max(used_at.get(name, home), home)
     for node in backward:  # gradients flow from later segments to earlier ones only
-        latest = min((homes[name] for name in node.refs() if name in made), default=len(number))
-        home = min(homes[node.names()[0]], latest)
-        homes.update(dict.fromkeys(node.names(), home))
+        home = homes[node.names()[0]]
+        latest = min([home, *(homes[name] for name in node.refs() if name in homes)])
+        if latest < home:
+            homes.update(dict.fromkeys(node.names(), latest))
     return homes

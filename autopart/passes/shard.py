@@ -48,10 +48,18 @@ class _Walk:
         captured = segmented.captured
         self.bodies, self.sliced = segmented.bodies, captured.sliced
         updated = {out.target for out in captured.updates()} if captured.sliced else set()
-        self.facts = {item.value.name: given(item, item.target in updated) for item in captured.inputs}
+        alike: dict[object, Fact] = {}
+        self.facts: dict[str, Fact] = {}
+        for item in captured.inputs:
+            key = item.kind, item.value.shape, item.target in updated
+            if key not in alike:
+                alike[key] = given(item, key[2])
+            self.facts[item.value.name] = alike[key]
         self.names = {item.target: item.value.name for item in captured.of_kind("parameter")}
         self.inside: list[Mapping[str, TensorPlacement]] = [{} for _ in segmented.bodies]
         self._known: dict[object, dict[str, Fact]] = {}
+        self._sound: set[int] = set()  # backwards whose gradients were looked at
+        self._same: dict[object, dict[str, Fact]] = {}  # by the very facts, which equal layers share
 
     def forward(self, segment: Segment) -> dict[str, Fact]:
         """Place what a segment's forward makes; returns the facts of its local values."""
@@ -76,6 +84,9 @@ class _Walk:
         found = self._call(segment, body.backward, given)
         results = [found[name] for name in body.backward.outputs]
         self.facts.update(zip(segment.backward_outputs, results, strict=False))
+        if id(found) in self._sound:
+            return
+        self._sound.add(id(found))
         for target, fact in zip(segment.gradients, results[len(segment.backward_outputs) :], strict=True):
             if not _adds_up(fact):
                 raise CaptureError(
@@ -83,6 +94,12 @@ class _Walk:
                 )
 
     def _call(self, segment: Segment, function: Function, given: tuple[Fact, ...]) -> dict[str, Fact]:
+        same = segment.body, id(function), *map(id, given)
+        if same not in self._same:
+            self._same[same] = self._judged(segment, function, given)
+        return self._same[same]
+
+    def _judged(self, segment: Segment, function: Function, given: tuple[Fact, ...]) -> dict[str, Fact]:
         key = (segment.body, id(function), given)
         if key not in self._known:
             inside = _inside_slice if self.sliced else _inside

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 
 from autopart.errors import CaptureError
 from autopart.ir import plan_text
 from autopart.ir.captured import Captured
-from autopart.ir.graph import Value
 from autopart.ir.placement import Modes
 from autopart.ir.plan import Plan
 from autopart.ir.segmented import Segment, Segmented
@@ -138,8 +138,7 @@ def _stages(segmented: Segmented, plan: Plan, slices: int) -> Stages:
     return tuple(segmented.segments[start:end] for start, end in spans)
 
 
-@dataclass(frozen=True, slots=True)
-class _Kind:
+class _Kind(NamedTuple):
     """What the parameters of one unit agree on."""
 
     owner: str  # the only segment that uses it, else the parameter itself
@@ -162,15 +161,17 @@ def place(
     users: dict[str, list[tuple[int, str]]] = {}
     for number, stage in enumerate(stages):
         for segment in stage:
+            use = number, segment.layer
             for target in segment.parameters:
-                users.setdefault(target, []).append((number, segment.layer))
+                users.setdefault(target, []).append(use)
     inputs = {item.target: item for item in captured.of_kind("parameter")}
+    on_data = {id(placement): placement.on("dp") for _, placement in plan.placements}
     graded = {out.target for out in captured.outputs if out.kind == "grad"}
     groups: dict[_Kind, list[str]] = {}
     for target, used in users.items():
         name = parts[target].name if target in parts else target
-        item, shared = inputs[name], len({layer for _, layer in used}) > 1
-        modes = plan.placement_of(name).on("dp")
+        item, shared = inputs[name], any(layer != used[0][1] for _, layer in used)
+        modes = on_data[id(plan.placement_of(name))]
         owner, grad = target if shared else used[0][1], item.requires_grad
         kind = _Kind(owner, shared, grad, grad and name in graded, item.value.dtype, modes)
         groups.setdefault(kind, []).append(target)
@@ -225,16 +226,19 @@ def _check_buffers(captured: Captured, stages: Sequence[Sequence[Segment]]) -> N
 
 
 def _edges(segmented: Segmented, stages: Sequence[Sequence[Segment]]) -> tuple[Edge, ...]:
-    values = segmented.values()
     made: dict[str, int] = {}
     for number, stage in enumerate(stages):
         for segment in stage:
             made.update(dict.fromkeys((*segment.outputs, *segment.backward_outputs), number))
-    crossing: dict[tuple[int, int], dict[str, Value]] = {}
+    crossing: dict[tuple[int, int], dict[str, None]] = {}
     for number, stage in enumerate(stages):
         for segment in stage:
             for name in (*segment.values, *segment.backward_inputs):
                 source = made.get(name, number)
                 if source != number:
-                    crossing.setdefault((source, number), {})[name] = values[name]
-    return tuple(Edge(source, target, tuple(found.values())) for (source, target), found in sorted(crossing.items()))
+                    crossing.setdefault((source, number), {})[name] = None
+    values = segmented.handed_on({name for names in crossing.values() for name in names})
+    return tuple(
+        Edge(source, target, tuple([values[name] for name in names]))
+        for (source, target), names in sorted(crossing.items())
+    )

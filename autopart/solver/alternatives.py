@@ -126,7 +126,6 @@ def facts(space: Space, setting: Setting) -> tuple[SegmentFact, ...]:
     again = {each.kind: each for each in table.again}
     made = []
     for kind, numbers in enumerate(table.numbers):
-        first = table.kinds.index(kind)
         change = again.get(kind)
         more = {}
         if change is not None:
@@ -137,9 +136,9 @@ def facts(space: Space, setting: Setting) -> tuple[SegmentFact, ...]:
             }
         made.append(
             SegmentFact(
-                segments=tuple(name for name, other in zip(names, table.kinds, strict=True) if other == kind),
-                forward_seconds=(table.forward[first + 1] - table.forward[first]) / FEMTOSECONDS,
-                backward_seconds=(table.backward[first + 1] - table.backward[first]) / FEMTOSECONDS,
+                segments=tuple(name for name, other in zip(names, table.kinds.of, strict=True) if other == kind),
+                forward_seconds=table.times[kind][0] / FEMTOSECONDS,
+                backward_seconds=table.times[kind][1] / FEMTOSECONDS,
                 parameter_bytes=numbers.parameter_bytes,
                 saved_bytes=numbers.saved_bytes,
                 **more,  # type: ignore[arg-type]

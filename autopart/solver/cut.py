@@ -162,8 +162,8 @@ class _Search:
             if stage == pipe.stages - 1:
                 self.consider(self.step(starts, (*ways, way)))
                 continue
-            forward = self.table.forward[stop] - self.table.forward[start]
-            then, left = before + (time if pipe.whole else forward), pipe.stages - 1 - stage
+            forward = self.table.actions[0]
+            then, left = before + (time if pipe.whole else forward[stop] - forward[start]), pipe.stages - 1 - stage
             rest = -(-self.table.time(stop, self.segments) // left)
             if pipe.microbatches * rest + then + 2 * (stage + 1) * pipe.latency + exchanged <= self.limit():
                 self.enumerate(stage + 1, (*starts, stop), (*ways, way), then, exchanged)
@@ -274,7 +274,7 @@ class _Search:
 
     def more(self, longest: float) -> int:
         """The least time that recomputation takes in all, of splits whose stages take no longer than `longest`."""
-        if self.stages.limit is None or not self.stages.again:
+        if self.stages.limit is None or not self.stages.again or (self.best is not None and not self.best.recomputed):
             return 0
         least = {0: 0}
         for stage in range(self.pipe.stages):
@@ -304,12 +304,10 @@ class _Search:
 
     def _next(self, slowest: int) -> int | None:
         """The least time of a run of segments, nothing recomputed, that is longer than T*."""
-        found = []
-        for start in range(self.segments):
-            stop = bisect_left(range(start, self.segments + 1), slowest + 1, key=lambda j: self.table.time(start, j))
-            if start + stop <= self.segments:
-                found.append(self.table.time(start, start + stop))
-        return min(found, default=None)
+        elapsed = self.table.elapsed
+        stops = (bisect_right(elapsed, before + slowest) for before in elapsed)
+        longer = (elapsed[j] - before for before, j in zip(elapsed, stops, strict=True) if j < len(elapsed))
+        return min(longer, default=None)
 
 
 def _neighbours(starts: tuple[int, ...], allowed: Sequence[int]) -> Iterator[tuple[int, ...]]:

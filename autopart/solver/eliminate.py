@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
 from itertools import combinations
 from math import isfinite, log2, prod
 from random import Random
@@ -81,17 +82,25 @@ def eliminate(tables: Sequence[Table], keep: Sequence[Variable] = (), largest: i
     order, entries = elimination_order(tables, keep, sizes)
     if entries > largest:
         raise MemoryError(f"a table of {entries} entries: this graph is too entangled to be solved exactly")
-    left = list(tables)
+    left: dict[int, Table] = {}  # by number, in the order in which they were made
+    having: dict[Variable, list[int]] = {variable: [] for variable in sizes}
+
+    def add(number: int, table: Table) -> None:
+        left[number] = table
+        for variable in table.variables:
+            having[variable].append(number)
+
+    for number, table in enumerate(tables):
+        add(number, table)
     parts: list[tuple[Variable, tuple[Table, ...]]] = []
-    for variable in order:
-        mine = tuple(table for table in left if variable in table.variables)
-        left = [table for table in left if variable not in table.variables]
+    for number, variable in enumerate(order, start=len(tables)):
+        mine = tuple(left.pop(n) for n in having[variable] if n in left)
         whole = _join(mine, sizes)
         dim = whole.variables.index(variable)
-        left.append(Table(whole.variables[:dim] + whole.variables[dim + 1 :], whole.costs.amin(dim)))
+        add(number, Table(whole.variables[:dim] + whole.variables[dim + 1 :], whole.costs.amin(dim)))
         parts.append((variable, mine))
     kept = Table(tuple(keep), torch.zeros([sizes[v] for v in keep], dtype=torch.float64))
-    return Eliminated(tuple(keep), _join([kept, *left], sizes).costs, tuple(parts))
+    return Eliminated(tuple(keep), _join([kept, *left.values()], sizes).costs, tuple(parts))
 
 
 def elimination_order(
@@ -135,11 +144,15 @@ def _order(
         joined = sum(bits[a] * sum(bits[b] for b in near[i + 1 :] if b not in around[a]) for i, a in enumerate(near))
         return joined / worth[variable]
 
-    waiting = {v: fill(v) for v in sorted(sizes.keys() - set(keep))}
+    waiting = {v: fill(v) for v in sizes.keys() - set(keep)}
+    queue = [(joined, v) for v, joined in waiting.items()]
+    heapify(queue)
     order: list[Variable] = []
     largest = 1
     while waiting:
-        variable = min(waiting, key=lambda v: (waiting[v], v))
+        joined, variable = heappop(queue)
+        if waiting.get(variable) != joined:  # it has changed since
+            continue
         del waiting[variable]
         order.append(variable)
         near = around.pop(variable)
@@ -147,7 +160,9 @@ def _order(
         for other in near:
             around[other] = (around[other] | near) - {variable, other}
         stale = near.union(*(around[v] for v in near)) & waiting.keys()
-        waiting |= {v: fill(v) for v in stale}
+        for other in stale:
+            waiting[other] = fill(other)
+            heappush(queue, (waiting[other], other))
     return order, largest
 
 

@@ -6,9 +6,12 @@ on: what a run of segments takes is a difference of two of them, however long it
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from itertools import accumulate
+from operator import attrgetter, mul
 
 from autopart.cluster import Cluster
 from autopart.ir.cost import SegmentCost, SegmentNumbers
@@ -18,34 +21,111 @@ FEMTOSECONDS = 10**15
 """Whole femtoseconds make sums of times exact, so that equal plans compare equal."""
 
 Sums = tuple[int, ...]
+"""Of some value of every segment, the sums from the first segment on: an entry more than there are segments."""
 
 Times = tuple[int, int, int, int]
 """Of a forward, a backward, and its halves: for the inputs, for the weights."""
 
 
+class Kinds:
+    """Of which kind every segment is: numbers in the order of the kinds' first segments.
+
+    What is asked of all segments is counted kind by kind; sums along the segments are made where they are asked for.
+    """
+
+    def __init__(self, of: Sequence[int]) -> None:
+        self.of = tuple(of)
+        counts = Counter(self.of)
+        self.counts = tuple(counts[kind] for kind in range(len(counts)))
+        self._before: dict[int, Sums] = {}
+
+    @classmethod
+    def telling(cls, segments: Iterable[object]) -> Kinds:
+        """The kinds of segments that are alike where what is given of them is equal."""
+        known: dict[object, int] = {}
+        return cls([known.setdefault(each, len(known)) for each in segments])
+
+    @cached_property
+    def firsts(self) -> tuple[int, ...]:
+        """The first segment of each kind."""
+        return tuple(map(self.of.index, range(len(self.counts))))
+
+    def total(self, values: Iterable[int]) -> int:
+        """A value of every kind, summed over all segments."""
+        return sum(map(mul, self.counts, values))
+
+    def sums(self, values: Sequence[int]) -> Sums:
+        """A value of every kind, summed from the first segment on."""
+        return tuple(accumulate(map(values.__getitem__, self.of), initial=0))
+
+    def before(self, kind: int) -> Sums:
+        """How many segments of a kind there are before each segment."""
+        if kind not in self._before:
+            self._before[kind] = tuple(accumulate((each == kind for each in self.of), initial=0))
+        return self._before[kind]
+
+
+class Largest:
+    """The largest values of any run of segments, given one of every kind: those of the run's kinds, the largest first.
+
+    Values of 0 are those of segments that have none.
+    """
+
+    def __init__(self, kinds: Kinds, values: Sequence[int]) -> None:
+        order = sorted((kind for kind, value in enumerate(values) if value), key=lambda kind: -values[kind])
+        self.falling = [(values[kind], kinds.before(kind)) for kind in order]
+
+    def value(self, start: int, stop: int) -> int:
+        """The largest value from `start` to `stop` - 1, 0 for none."""
+        for value, before in self.falling:
+            if before[stop] > before[start]:
+                return value
+        return 0
+
+    def two(self, start: int, stop: int) -> int:
+        """The sum of the two largest values from `start` to `stop` - 1."""
+        found, missing = 0, 2
+        for value, before in self.falling:
+            count = min(missing, before[stop] - before[start])
+            found, missing = found + count * value, missing - count
+            if not missing:
+                break
+        return found
+
+
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """What segments cost, plain and recomputed (None: that keeps no less); `kinds` numbers those that are alike."""
+    """What segments cost, plain and recomputed (None: that keeps no less)."""
 
     plain: tuple[SegmentCost, ...]
     again: tuple[SegmentCost | None, ...]
-    kinds: tuple[int, ...]
+    kinds: Kinds
 
     @classmethod
     def of(cls, plain: Sequence[SegmentCost], again: Sequence[SegmentCost | None]) -> Costs:
         """The costs of a model's segments, in order."""
-        known: dict[object, int] = {}
-        pairs = [(facts(p), None if a is None else facts(a)) for p, a in zip(plain, again, strict=True)]
-        return cls(tuple(plain), tuple(again), tuple(known.setdefault(pair, len(known)) for pair in pairs))
-
-    def firsts(self) -> list[int]:
-        """The first segment of each kind."""
-        return [self.kinds.index(kind) for kind in range(max(self.kinds) + 1)]
+        return cls(tuple(plain), tuple(again), Kinds.telling(zip(numbered(plain), numbered(again), strict=True)))
 
 
-def facts(cost: SegmentCost) -> tuple[object, ...]:
-    """All of a cost but its name."""
-    return tuple(getattr(cost, field.name) for field in fields(cost) if field.name != "name")
+_facts = attrgetter(*(field.name for field in fields(SegmentCost) if field.name != "name"))
+"""All of a cost but its name."""
+
+
+def numbered(costs: Sequence[SegmentCost | None]) -> list[int]:
+    """A number for every cost, the same for those that are equal but for their names.
+
+    Equal layers mostly share the very expressions that they cost; only others are compared.
+    """
+    shared: dict[tuple[int, ...], int] = {}
+    known: dict[object, int] = {}
+    found = []
+    for cost in costs:
+        facts = () if cost is None else _facts(cost)
+        key = tuple(map(id, facts))
+        if key not in shared:
+            shared[key] = known.setdefault(facts, len(known))
+        found.append(shared[key])
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,71 +139,73 @@ class Again:
     before: Sums  # how many such segments there are before each segment
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Table:
-    """The segments at one microbatch size; a sum has an entry more than there are segments."""
+    """The segments at one microbatch size; `numbers` and `times` have an entry a kind."""
 
-    kinds: tuple[int, ...]
-    numbers: tuple[SegmentNumbers, ...]  # of each kind
-    longest: int  # the time of the longest segment
-    forward: Sums
-    backward: Sums
-    inputs: Sums
-    weights: Sums
-    saved: Sums
+    kinds: Kinds
+    numbers: tuple[SegmentNumbers, ...]
+    times: tuple[Times, ...]
     again: tuple[Again, ...]
-    share: float  # the largest part of a segment's time that is its forward's
 
     @classmethod
     def of(cls, costs: Costs, batch: int, cluster: Cluster, *, halved: bool) -> Table:
         """The table of some segments for microbatches of `batch` samples; `halved`: backwards are in two."""
-        firsts = costs.firsts()
-        numbers = [handed(costs.plain[i].at(batch), halved) for i in firsts]
+        numbers = [handed(costs.plain[i].at(batch), halved) for i in costs.kinds.firsts]
         times = [_times(n, cluster) for n in numbers]
         again = []
-        for kind, i in enumerate(firsts):
+        for kind, i in enumerate(costs.kinds.firsts):
             cost = costs.again[i]
             found = None if cost is None else handed(cost.at(batch), halved)
             if found is not None and found.saved_bytes < numbers[kind].saved_bytes:
                 f, b, i_, w = (a - b for a, b in zip(_times(found, cluster), times[kind], strict=True))
                 gain = numbers[kind].saved_bytes - found.saved_bytes
-                before = tuple(accumulate((other == kind for other in costs.kinds), initial=0))
-                again.append(Again(kind, (f, b, i_, w), gain, found.recomputed_bytes, before))
-
-        def sums(values: Sequence[int]) -> Sums:
-            return tuple(accumulate((values[kind] for kind in costs.kinds), initial=0))
-
-        forward, backward, inputs, weights = (sums(values) for values in zip(*times, strict=True))
-        return cls(
-            kinds=costs.kinds,
-            numbers=tuple(numbers),
-            longest=max(f + b for f, b, _, _ in times),
-            forward=forward,
-            backward=backward,
-            inputs=inputs,
-            weights=weights,
-            saved=sums([n.saved_bytes for n in numbers]),
-            again=tuple(again),
-            share=max((f / (f + b) for f, b, _, _ in times if f + b), default=1.0),
-        )
+                again.append(Again(kind, (f, b, i_, w), gain, found.recomputed_bytes, costs.kinds.before(kind)))
+        return cls(costs.kinds, tuple(numbers), tuple(times), tuple(again))
 
     @property
     def segments(self) -> int:
         """How many segments there are."""
-        return len(self.kinds)
+        return len(self.kinds.of)
 
-    @property
+    @cached_property
     def total(self) -> int:
         """The time of a microbatch through all segments, nothing recomputed."""
-        return self.forward[-1] + self.backward[-1]
+        return self.kinds.total(f + b for f, b, _, _ in self.times)
+
+    @cached_property
+    def longest(self) -> int:
+        """The time of the longest segment."""
+        return max(f + b for f, b, _, _ in self.times)
+
+    @cached_property
+    def share(self) -> float:
+        """The largest part of a segment's time that is its forward's."""
+        return max((f / (f + b) for f, b, _, _ in self.times if f + b), default=1.0)
+
+    @cached_property
+    def elapsed(self) -> Sums:
+        """Forwards and backwards."""
+        return self.kinds.sums([f + b for f, b, _, _ in self.times])
+
+    @cached_property
+    def actions(self) -> tuple[Sums, Sums, Sums, Sums]:
+        """Forwards, backwards, and both halves of these, apart."""
+        f, b, i, w = map(self.kinds.sums, zip(*self.times, strict=True))
+        return f, b, i, w
+
+    @cached_property
+    def saved(self) -> Sums:
+        """What a microbatch keeps."""
+        return self.kinds.sums([n.saved_bytes for n in self.numbers])
 
     def time(self, start: int, stop: int) -> int:
         """The time of a microbatch through segments `start` to `stop` - 1, nothing recomputed."""
-        return self.forward[stop] - self.forward[start] + self.backward[stop] - self.backward[start]
+        return self.elapsed[stop] - self.elapsed[start]
 
     def values(self, of_kind: Sequence[int]) -> list[int]:
         """A value of every kind as one of every segment."""
-        return [of_kind[kind] for kind in self.kinds]
+        return [of_kind[kind] for kind in self.kinds.of]
 
 
 def handed(numbers: SegmentNumbers, halved: bool) -> SegmentNumbers:

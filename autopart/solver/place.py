@@ -124,8 +124,7 @@ class _Posed:
         for one in self.wired:
             if id(one.layout) not in solved:
                 solved[id(one.layout)] = one.usual if price == TIE else solve(one.layout.layout, one.units, price)
-        tables = [_over(one, solved[id(one.layout)].costs, self.domains) for one in self.wired]
-        values = eliminate(tables, largest=LARGEST).best()
+        values = eliminate(tuple(self._tables(solved)), largest=LARGEST).best()
         if values is None:
             raise ValueError(
                 f"no layout on {self.axis.name!r} keeps all of these pins together: {', '.join(self.pins)}"
@@ -144,6 +143,18 @@ class _Posed:
             taken.append(bodies[same])
         placed, times, memories, costs = zip(*taken, strict=True)
         return Placed(placed, between, sum(times), sum(memories), costs)
+
+    def _tables(self, solved: Mapping[int, Eliminated]) -> Iterator[Table]:
+        """The table of every segment over what is outside; segments that are wired alike share its costs."""
+        known: dict[object, tuple[tuple[int, ...], torch.Tensor]] = {}
+        for one in self.wired:
+            outside = one.variables
+            key = id(one.layout), tuple([self.domains[v] for v in outside]), tuple(map(outside.index, outside))
+            if key not in known:
+                made = _over(one, solved[id(one.layout)].costs, self.domains)
+                known[key] = tuple(map(outside.index, made.variables)), made.costs
+            places, costs = known[key]
+            yield Table(tuple([outside[place] for place in places]), costs)
 
 
 def _posed(
@@ -254,12 +265,14 @@ def _known(segmented: Segmented, pins: Mapping[str, Pin]) -> None:
 def _whole(segmented: Segmented) -> set[str]:
     """The values between segments that are whole at every place."""
     captured = segmented.captured
-    parameters = (item.value.name for item in captured.of_kind("parameter") if item.requires_grad)
-    trained = descendants(captured.nodes, parameters)
     readers = Counter(name for segment in segmented.segments for name in segment.values)
+    several = {name for name, count in readers.items() if count > 1}
     given = {item.value.name for item in captured.of_kind("input", "tangent")}
     returned = {out.name for out in captured.outputs if out.kind in ("loss", "output", "input_grad")}
-    return given | returned | {name for name, count in readers.items() if count > 1 and name not in trained}
+    if several:
+        parameters = (item.value.name for item in captured.of_kind("parameter") if item.requires_grad)
+        several -= descendants(captured.nodes, parameters)
+    return given | returned | several
 
 
 def _owners(body: Body, segment: Segment) -> dict[str, str]:

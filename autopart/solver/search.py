@@ -25,7 +25,7 @@ from autopart.ir.plan import StageMemory, first_match
 from autopart.schedules import Timeline
 from autopart.solver.axis import linked
 from autopart.solver.chunks import solve_chunks
-from autopart.solver.kinds import FEMTOSECONDS, facts, handed
+from autopart.solver.kinds import FEMTOSECONDS, Kinds, handed, numbered
 from autopart.solver.memory import MemoryModel, in_flight
 from autopart.solver.request import Request, Rules
 from autopart.solver.split import Moment, Split, SplitProblem, solve_split
@@ -108,12 +108,9 @@ def check_schedule(request: Request) -> None:
 
 def numbers_of(costs: Sequence[SegmentCost], batch: int) -> tuple[SegmentNumbers, ...]:
     """The numbers of segments for microbatches of `batch` samples, once of those that cost the same."""
-    known: dict[object, SegmentNumbers] = {}
-    keys = [facts(cost) for cost in costs]
-    for key, cost in zip(keys, costs, strict=True):
-        if key not in known:
-            known[key] = cost.at(batch)
-    return tuple(known[key] for key in keys)
+    kinds = Kinds(numbered(costs))
+    numbers = [costs[first].at(batch) for first in kinds.firsts]
+    return tuple(numbers[kind] for kind in kinds.of)
 
 
 def pose(request: Request, candidate: Candidate) -> tuple[MemoryModel, SplitProblem]:

@@ -17,14 +17,13 @@ and the collectives of a rank that has the mean of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from itertools import accumulate
 from math import inf
 
 from autopart.ir.action import ENDS, Kind, Schedule
-from autopart.ir.cost import REST
+from autopart.ir.cost import REST, SegmentNumbers
 from autopart.ir.mesh import Mesh
 from autopart.ir.placement import Modes
 from autopart.ir.plan import first_match
@@ -33,7 +32,7 @@ from autopart.solver.counts import WHOLE
 from autopart.solver.cut import Cut, Found, Pipe, least_need, shortest
 from autopart.solver.flush import Flush
 from autopart.solver.holding import Holding
-from autopart.solver.kinds import FEMTOSECONDS, Costs, Table
+from autopart.solver.kinds import FEMTOSECONDS, Costs, Kinds, Sums, Table
 from autopart.solver.memory import in_flight
 from autopart.solver.request import Request, Rules, inside
 from autopart.solver.search import Candidate, Solved, meshes, pose
@@ -59,6 +58,32 @@ class Setting:
         return self.mesh.degree("pp"), inside(self.mesh), self.microbatches, self.rank, self.variant
 
 
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """Segments told apart by their placement on the data axis, too.
+
+    Of every such kind: its modes on the axis, and which kind its segments are of if that is left aside.
+    """
+
+    kinds: Kinds
+    modes: tuple[Modes, ...]
+    plain: tuple[int, ...]
+
+    @classmethod
+    def of(cls, kinds: Kinds, names: Sequence[str], rules: Rules) -> Placed:
+        """The segments called `names`, of some `kinds`, placed by some rules."""
+        if len(rules) == 1:
+            count = len(kinds.counts)
+            return cls(kinds, (rules[0][1].on("dp"),) * count, tuple(range(count)))
+        pairs = [(kind, first_match(rules, name).on("dp")) for kind, name in zip(kinds.of, names, strict=True)]
+        plain, modes = zip(*dict.fromkeys(pairs), strict=True)
+        return cls(Kinds.telling(pairs), modes, plain)
+
+    def numbers(self, table: Table) -> list[SegmentNumbers]:
+        """The numbers of every kind."""
+        return [table.numbers[kind] for kind in self.plain]
+
+
 class Space:
     """The plans that a request allows. What settings share is computed once."""
 
@@ -67,9 +92,9 @@ class Space:
         self._schedules: dict[tuple[str, int, int], Schedule | None] = {}
         self._flushes: dict[tuple[str, int, int], Flush] = {}
         self._tables: dict[tuple[int, int, bool], Table] = {}
-        self._holdings: dict[tuple[int, int, Rules], Holding] = {}
-        self._modes: dict[Rules, tuple[Modes, ...]] = {}
-        self._exchanged: dict[tuple[int, Mesh, int, Rules], tuple[int, ...]] = {}
+        self._holdings: dict[tuple[int, int, int], Holding] = {}
+        self._placed: dict[tuple[int, int], Placed] = {}
+        self._exchanges: dict[tuple[int, Mesh, int, int], tuple[int, ...]] = {}
         self._costs: dict[int, Costs] = {}
 
     @cached_property
@@ -169,40 +194,39 @@ class Space:
             self._tables[key] = Table.of(self.costs(key[0]), key[1], self.request.cluster, halved=key[2])
         return self._tables[key]
 
-    def modes(self, setting: Setting) -> tuple[Modes, ...]:
-        """The modes of every segment on the data axis."""
-        rules = setting.placements
-        if rules not in self._modes:
-            if len(rules) == 1:
-                self._modes[rules] = (rules[0][1].on("dp"),) * len(self.request.costs)
-            else:
-                self._modes[rules] = tuple(first_match(rules, name).on("dp") for name in self.request.names)
-        return self._modes[rules]
+    def placed(self, setting: Setting) -> Placed:
+        """The segments as they are placed on the data axis."""
+        key = setting.variant, setting.rank
+        if key not in self._placed:
+            self._placed[key] = Placed.of(self.costs(setting.variant).kinds, self.request.names, setting.placements)
+        return self._placed[key]
 
     def holding(self, setting: Setting) -> Holding:
         """What segments hold beside activations."""
         dp = setting.mesh.degree("dp")
-        key = setting.variant, dp, setting.placements
+        key = setting.variant, dp, setting.rank
         if key not in self._holdings:
-            table = self.table(setting)
-            self._holdings[key] = Holding.of(
-                table.kinds, table.numbers, self.modes(setting), dp, self.request.optimizer_ratio
-            )
+            placed = self.placed(setting)
+            numbers = placed.numbers(self.table(setting))
+            self._holdings[key] = Holding.of(placed.kinds, numbers, placed.modes, dp, self.request.optimizer_ratio)
         return self._holdings[key]
 
-    def exchanged(self, setting: Setting) -> tuple[int, ...]:
-        """The time of the collectives of the data axis, summed from the first segment on."""
+    def exchanges(self, setting: Setting) -> tuple[int, ...]:
+        """The time of the collectives of the data axis, for every kind of segments as they are placed."""
         mesh, count = setting.mesh, setting.microbatches
-        key = setting.variant, mesh, count, setting.placements
-        if key not in self._exchanged:
-            dp, cluster = mesh.degree("dp"), linked(self.request.cluster, mesh, "dp")
-            table, known = self.table(setting), dict[tuple[int, Modes], int]()
-            pairs = list(zip(table.kinds, self.modes(setting), strict=True))
-            for kind, modes in dict.fromkeys(pairs):
-                seconds = exchange_seconds([table.numbers[kind]], [modes], dp, count, cluster)
-                known[kind, modes] = round(seconds * FEMTOSECONDS)
-            self._exchanged[key] = tuple(accumulate((known[pair] for pair in pairs), initial=0))
-        return self._exchanged[key]
+        key = setting.variant, mesh, count, setting.rank
+        if key not in self._exchanges:
+            dp, cluster, placed = mesh.degree("dp"), linked(self.request.cluster, mesh, "dp"), self.placed(setting)
+            pairs = zip(placed.numbers(self.table(setting)), placed.modes, strict=True)
+            self._exchanges[key] = tuple(
+                round(exchange_seconds([numbers], [modes], dp, count, cluster) * FEMTOSECONDS)
+                for numbers, modes in pairs
+            )
+        return self._exchanges[key]
+
+    def exchanged(self, setting: Setting) -> Sums:
+        """The time of the collectives of the data axis."""
+        return self.placed(setting).kinds.sums(self.exchanges(setting))
 
     # ---- a setting ---------------------------------------------------------------------------------------------------
 
@@ -213,7 +237,7 @@ class Space:
         least = max(m * max(table.longest, -(-table.total // p)), table.total + 2 * (p - 1) * latency)
         if p > 1 and not self.halved(setting):
             least = max(least, int(table.total / (1 - (1 - 1 / m) ** p) * (1 - 1e-12)))
-        return least + -(-self.exchanged(setting)[-1] // p)
+        return least + -(-self.placed(setting).kinds.total(self.exchanges(setting)) // p)
 
     def stages(self, setting: Setting, limit: int | None, *, recomputing: bool | None = None) -> Stages:
         """The stages that the setting allows within a limit, None for any."""

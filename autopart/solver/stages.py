@@ -14,8 +14,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from autopart.solver.holding import Holding, Largest
-from autopart.solver.kinds import Table
+from autopart.solver.holding import Holding
+from autopart.solver.kinds import Largest, Table
 
 Counts = tuple[int, ...]
 """How many segments of each kind of `Table.again` are recomputed."""
@@ -42,7 +42,7 @@ class Stages:
         self.table, self.holding, self.flights, self.limit = table, holding, flights, limit
         self.again = table.again if recomputing else ()
         self.plain = Way((0,) * len(self.again), 0)
-        self.transient = Largest(table.values([n.recomputed_bytes for n in table.numbers]))
+        self.transient = Largest(table.kinds, [n.recomputed_bytes for n in table.numbers])
         self.tired = False
         self._known: dict[tuple[int, int, int], Way | None] = {}
 
@@ -90,15 +90,14 @@ class Stages:
 
     def seconds(self, starts: Sequence[int], ways: Sequence[Way]) -> dict[str, list[int]]:
         """The time of each kind of action at each stage of a split."""
-        table, stops = self.table, [*starts[1:], self.table.segments]
+        stops = [*starts[1:], self.table.segments]
         made: dict[str, list[int]] = {"F": [], "B": [], "I": [], "W": []}
         for stage, (start, stop, way) in enumerate(zip(starts, stops, ways, strict=True)):
-            sums = (table.forward, table.backward, table.inputs, table.weights)
             f, b, i, w = (
                 total[stop]
                 - total[start]
                 + sum(count * each.more[at] for count, each in zip(way.counts, self.again, strict=True))
-                for at, total in enumerate(sums)
+                for at, total in enumerate(self.table.actions)
             )
             for kind, time in zip("FBIW", (f, b, i, w) if stage else (f, b, 0, b), strict=True):
                 made[kind].append(time)
@@ -108,7 +107,7 @@ class Stages:
         """The segments that are recomputed in a stage."""
         found = []
         for count, each in zip(way.counts, self.again, strict=True):
-            found += [i for i in range(start, stop) if self.table.kinds[i] == each.kind][:count]
+            found += [i for i in range(start, stop) if self.table.kinds.of[i] == each.kind][:count]
         return sorted(found)
 
     def _cheapest(self, start: int, stop: int, flight: int, over: int) -> Way | None:

@@ -40,8 +40,10 @@ def action_seconds(segments: Sequence[SegmentNumbers], cluster: Cluster, *, firs
 
     On the `first` stage, if no gradient goes on from it, I has nothing to do.
     """
-    pairs = [segment_seconds(segment, cluster) for segment in segments]
-    halves = [halves_seconds(segment, cluster) for segment in segments]
+    alike = {id(segment): segment for segment in segments}  # equal layers are one object
+    whole = {key: segment_seconds(segment, cluster) for key, segment in alike.items()}
+    parts = {key: halves_seconds(segment, cluster) for key, segment in alike.items()}
+    pairs, halves = ([each[id(segment)] for segment in segments] for each in (whole, parts))
     backward = sum(seconds for _, seconds in pairs)
     return {
         "F": sum(seconds for seconds, _ in pairs),
