@@ -198,7 +198,7 @@ BAD = [
     ({"placement": "zero9"}, ValueError, "placement: unknown preset 'zero9'"),
     ({"placement": 3}, TypeError, "placement: expected one of ddp"),
     ({"placement": {"h.*": {"tp": 1}}}, TypeError, "placement: expected one of ddp"),
-    ({"placement": Placement.offload()}, ValueError, "placement: offload is not planned yet"),
+    ({"placement": Placement.hsdp()}, ValueError, "placement: hsdp is not planned yet"),
     ({"placement": Placement((("tp", Modes()),))}, ValueError, "placement: tp:R/R/R/M is not planned yet"),
     ({"placement": "tp"}, ValueError, "placement: tp is not planned yet: .* known from Placement.costs"),
     (

@@ -8,6 +8,7 @@ from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
 from autopart.ir.captured import Captured
+from autopart.ir.placement import executable
 from autopart.ir.plan import Plan, around
 
 
@@ -21,6 +22,12 @@ def check_fingerprint(plan: Plan, captured: Captured) -> None:
     """Refuse a plan that was made for another model."""
     if plan.fingerprint not in ("", fingerprint(captured)):
         raise ValueError("plan: it was made for another model (parameter names, shapes or dtypes differ); plan again")
+
+
+def check_executable(plan: Plan) -> None:
+    """Refuse a plan that keeps states where programs cannot keep them yet: on the host."""
+    for _, placement in plan.placements:
+        executable(placement)
 
 
 def check_cut(shares: Sequence[int], plan: Plan, least: int) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from autopart import capture as capturing
 from autopart.api import tensor
-from autopart.api.checks import check_cut, check_fingerprint, check_patterns, fingerprint
+from autopart.api.checks import check_cut, check_executable, check_fingerprint, check_patterns, fingerprint
 from autopart.api.options import SEMANTICS, one_of
 from autopart.api.plain import check_hooks
 from autopart.api.progress import shown
@@ -154,6 +154,7 @@ def planned(captured: Captured, *, batch: int | None = None, inputs: str = "glob
     if wanted or len(whole.stages) == 1 or whole.tensor is not None or objective != "time":
         return whole
     pins.pop("time_limit", None)
+    pins.pop("offload", None)  # where states are is chosen with the placement
     kept: Pins = {
         **pins,
         "mesh": whole.mesh,
@@ -209,6 +210,7 @@ def lower(
     `fits` says whether the calls that the program is for have the microbatches that the plan is for (`Plan.fits`), by
     default whether its own batch has.
     """
+    check_executable(plan)
     _check_slices(segmented, plan)
     if plan.inputs == "local" and plan.mesh.degree("dp") > 1:
         check_sums(segmented.captured.inputs, segmented.captured.prologue)
@@ -287,7 +289,8 @@ def plan(
     """The plan for a training step of ``model(*args, **kwargs)``: what is not pinned is chosen.
 
     The pins are `cluster`, `devices`, `mesh`, `stages`, `placement`, `schedule`, `microbatches`, `memory` and
-    `recompute`; ``precision="mixed"`` counts 32-bit copies and moments of 16-bit parameters; `objective` is "time",
+    `recompute`; with ``offload=True`` the optimizer, or optimizer and gradients, may be on the hosts, which is to know
+    what that would hold and take: programs do not do it yet; ``precision="mixed"`` counts 32-bit copies and moments of 16-bit parameters; `objective` is "time",
     "memory" or "throughput_per_cost", and after `time_limit` seconds of search the best plan so far is returned; see
     `solver.choose`. A free mesh may have an axis ``tp`` where a `cluster` is given. A search of more than a second
     shows its progress on a terminal.

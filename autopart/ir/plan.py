@@ -16,7 +16,7 @@ from autopart.ir.placement import Placement
 from autopart.ir.state import BUCKET
 from autopart.ir.tensor_plan import TensorPlan
 
-VERSION = 3
+VERSION = 4
 
 OUTPUT = "<output layer>"
 """Among the cuts of a segmented model: the last segment is the product with the vocabulary and what comes after it."""
@@ -48,6 +48,7 @@ class StageMemory:
     gradients: int = 0
     activations: int = 0  # those saved for backward, of all microbatches in flight at once
     transient: int = 0  # of the largest segment: gathered parameters, gradients not yet reduced, what is recomputed
+    host: int = 0  # on the host of each rank, and so no part of its total
 
     @property
     def total(self) -> int:

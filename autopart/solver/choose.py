@@ -49,6 +49,7 @@ def choose(
     microbatches: int | None = None,
     memory: str | int | None = None,
     recompute: bool | Sequence[str] | None = None,
+    offload: bool = False,
     recomputed: Sequence[SegmentCost] | None = None,
     optimizer_ratio: float = 2.0,
     precision: str | None = None,
@@ -86,7 +87,8 @@ def choose(
     pipeline ranks and microbatches they are. Memory is counted a
     segment at a time: a placement pattern holds for a segment if it matches its name or a module around it.
     `recompute` pins that: True, False, or modules whose segments are recomputed; `recomputed` has what every segment
-    costs when it is (by default as much as it does anyway).
+    costs when it is (by default as much as it does anyway). With `offload` the optimizer, or optimizer and gradients,
+    may be on the hosts, where that is fastest of what fits; programs do not do that yet.
     `optimizer_ratio` is bytes of optimizer state per byte of trainable parameter, of which `precision` is only noted in
     the plan. With a `mesh` that splits tensors inside segments the costs are those of one place, `tensor` is what was
     decided there, and `others` is what else comes into question: what is decided then, and what segments cost, plain
@@ -123,6 +125,7 @@ def choose(
         others=others,
         degrees=degrees,
         looks_up=looks_up,
+        offload=offload,
     )
     space = Space(request)
     if space.single:

@@ -106,6 +106,7 @@ def remedies(request: Request, nearest: Solved) -> Iterator[tuple[str, str]]:
     for kind in (
         _placements(request),
         _recompute(request),
+        _offload(request),
         _microbatches(request),
         _schedules(request),
         _stages(request),
@@ -138,6 +139,12 @@ def _recompute(request: Request) -> Changes:
         everything = request.recomputing()
         if everything.recompute != request.recompute:
             yield "recompute=True", f"recompute={list(request.recompute) or False}", everything
+
+
+def _offload(request: Request) -> Changes:
+    """The optimizer on the host, or gradients too, also where the search may not use it."""
+    if request.cluster.host and request.offloading() != request:
+        yield "offload=True (to plan with; programs do not do it yet)", "", request.offloading()
 
 
 def _microbatches(request: Request) -> Changes:

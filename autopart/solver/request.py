@@ -15,7 +15,7 @@ from autopart.cluster import Cluster, parse_bytes
 from autopart.ir.action import Schedule
 from autopart.ir.cost import SegmentCost
 from autopart.ir.mesh import Mesh
-from autopart.ir.placement import PRESETS, Placement, executable
+from autopart.ir.placement import PRESETS, Placement, offloading, planned
 from autopart.ir.tensor_plan import TensorPlan
 from autopart.schedules.lookups import looking_up
 from autopart.schedules.spell import AUTO, is_table, splits_output
@@ -49,6 +49,7 @@ class Pins(TypedDict, total=False):
     microbatches: int | None
     memory: str | int | None
     recompute: bool | Sequence[str] | None
+    offload: bool
     precision: str | None
     objective: str
     time_limit: float | None
@@ -131,6 +132,19 @@ class Request:
             return self.stages <= stages
         return self.stages in (None, stages)
 
+    def placements_on(self, dp: int) -> tuple[Rules, ...]:
+        """The placements that differ on so many data ranks: on a single one, by what is on the host only."""
+        if dp > 1:
+            return self.placements
+        known: dict[object, Rules] = {}
+        for rules in self.placements:
+            known.setdefault(tuple((pattern, each.on("dp").on_host) for pattern, each in rules), rules)
+        return tuple(known.values())
+
+    def offloading(self) -> Request:
+        """The request with each placement also with the optimizer on the host, and with its gradients there too."""
+        return replace(self, placements=_offloaded(self.placements))
+
     def samples(self, mesh: Mesh, microbatches: int) -> int:
         """The samples of the largest of so many microbatches of each data rank."""
         return -(-self.batch // (mesh.degree("dp") * microbatches))
@@ -187,6 +201,7 @@ def resolve(
     others: Sequence[Costed] = (),
     degrees: Degrees = MappingProxyType({}),
     looks_up: bool = False,
+    offload: bool = False,
 ) -> Request:
     """The request behind the arguments of `choose`; ValueError or TypeError names the argument that is wrong."""
     costs, again, output, lookup = _on_stages(costs, recomputed, parted=splits_output(schedule), looks_up=looks_up)
@@ -204,6 +219,10 @@ def resolve(
     fixed = schedule if isinstance(schedule, Schedule) else schedules.read(text) if is_table(text) else None
     if fixed is not None:
         microbatches = _agreed(fixed, pinned, microbatches)
+    placements = _placements(placement)
+    if not isinstance(offload, bool):
+        raise TypeError(f"offload: expected True or False, not {offload!r}")
+    _check_host(cluster, placements, offload=offload)
     variant = partial(Variant.of, wanted=wanted, everything=recompute is True, batch=batch)
     request = Request(
         variants=(variant((tensor, costs, again)), *map(variant, others)),
@@ -213,7 +232,7 @@ def resolve(
         mesh=pinned,
         stages=number,
         starts=starts,
-        placements=_placements(placement),
+        placements=_offloaded(placements) if offload else placements,
         schedules=(text,) if text != AUTO else FORWARDS_FIRST if forwards_first else LEAN,
         microbatches=microbatches,
         memory=cluster.memory if memory is None else parse_bytes(memory),
@@ -371,7 +390,27 @@ def _placement(value: object) -> Placement:
         value = Placement.preset(value)
     if not isinstance(value, Placement):
         raise TypeError(f"placement: expected one of {', '.join(PRESETS)} or a Placement, not {value!r}")
-    return executable(value)
+    return planned(value)
+
+
+def _offloaded(alternatives: tuple[Rules, ...]) -> tuple[Rules, ...]:
+    """Placements, then what each is with the optimizer on the host, and with gradients there too; each once."""
+    away = [
+        tuple((pattern, list(offloading(each))[number]) for pattern, each in rules)
+        for rules in alternatives
+        for number in (0, 1)
+    ]
+    return tuple(dict.fromkeys((*alternatives, *away)))
+
+
+def _check_host(cluster: Cluster, placements: tuple[Rules, ...], *, offload: bool) -> None:
+    """Refuse what is to be kept on a host that has no memory apart from its devices'."""
+    away = offload or any(each.on("dp").on_host for rules in placements for _, each in rules)
+    if away and not cluster.host:
+        raise ValueError(
+            f"{'offload' if offload else 'placement'}: the hosts of the {cluster.name} cluster have no memory apart "
+            "from that of their devices; say for which cluster= to plan, such as Cluster.preset('a100-80', per_node=8)"
+        )
 
 
 def _check_inside(request: Request) -> None:

@@ -86,7 +86,7 @@ class Solved:
 def candidates(request: Request) -> Iterator[Candidate]:
     """Every setting that the pins allow, in the order of preference."""
     for mesh in meshes(request):
-        alternatives = request.placements if mesh.degree("dp") > 1 else request.placements[:1]
+        alternatives = request.placements_on(mesh.degree("dp"))
         for made in _schedules(request, mesh):
             moments = [in_flight(schedule) for _, schedule in made]
             for placements, ((text, schedule), held) in product(alternatives, zip(made, moments, strict=True)):

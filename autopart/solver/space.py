@@ -3,7 +3,8 @@
     meshes        a pinned one; else all pp x dp, for each tensor degree tp that there are costs for, of as many devices
     tensors       the variants of what segments cost: the placements inside them that were found for the tensor degree
     microbatches  a pinned count; else the powers of two, four a stage, and single samples
-    placements    a pinned one; else ddp, zero1, zero2, fsdp (of an open pattern, for what it leaves open)
+    placements    a pinned one; else ddp, zero1, zero2, fsdp (of an open pattern, for what it leaves open); where the
+                  host may be used, these also with the optimizer there, and with optimizer and gradients
     recompute     as pinned; else any segments of each stage
     splits        all, into stages of whole segments that begin with one that has parameters, if there are enough
 
@@ -77,7 +78,7 @@ class Space:
         """Every setting that the pins allow."""
         found = []
         for mesh in meshes(self.request):
-            alternatives = self.request.placements if mesh.degree("dp") > 1 else self.request.placements[:1]
+            alternatives = self.request.placements_on(mesh.degree("dp"))
             if mesh.degree("pp") <= len(self.request.costs) and self.request.allows(mesh.degree("pp")):
                 found += [
                     Setting(mesh, count, rules, self.request.schedules[0], rank, variant)
