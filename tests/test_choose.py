@@ -256,8 +256,11 @@ def test_recomputation_by_name_or_where_nothing_fits_without() -> None:
     assert 0 < len(some.recompute) < len(layers), "no more than memory asks for"
     assert free.prediction.step_seconds < some.prediction.step_seconds < everything.prediction.step_seconds
     assert all(stage.total <= peak[1] for stage in some.prediction.memory)
-    with pytest.raises(PlanInfeasible, match=r"without recomputing: .* It fits with: .*recompute=True"):
+    with pytest.raises(PlanInfeasible, match=r"without recomputing: .* It fits with: recompute=\['h\.\d', ") as refusal:
         chosen(memory=peak[1], recompute=False)
+    assert chosen(memory=peak[1], recompute=eval(refusal.value.ways[0].removeprefix("recompute="))).recompute == (
+        some.recompute
+    )
     with pytest.raises(PlanInfeasible) as refusal:
         chosen(memory=peak[1] // 2)
     assert re.search(r"recomputing h\.0 [^:]*: stage", str(refusal.value))

@@ -484,8 +484,8 @@ def test_pins_that_contradict_each_other_are_named() -> None:
     choose(gpt(), **pins)
     with pytest.raises(PlanInfeasible) as refusal:
         choose(gpt(), placement="ddp", **pins)
-    text = str(refusal.value)
-    assert "placement=ddp and mesh={'dp': 4} are each fine alone, but not together." in text
+    assert "mesh={'dp': 4} and placement='ddp' are each fine alone, but not together." in str(refusal.value)
+    assert refusal.value.core == ("mesh={'dp': 4}", "placement='ddp'", "500.0 MiB per device")
     free = {**pins, "mesh": None, "devices": 4, "memory": "30MiB", "recompute": False}
     with pytest.raises(PlanInfeasible, match=r"It fits with: .*(\d such devices|devices=8);") as refusal:
         choose([layer(f"h.{i}", parameters=4 * MIB) for i in range(16)], **free)

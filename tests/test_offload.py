@@ -167,7 +167,10 @@ def test_public_plans_are_counted_on_the_graph_and_refused_where_they_would_run(
         for rank, memory in enumerate(plan.prediction.memory):
             assert memory.host == weights // 2 * (3 if "gradients" in away else 2)
             sent = plan.prediction.sent_by(rank)
-            assert (sent["to_host"], sent["from_host"]) == (weights // 2 * (2 if "gradients" in away else 1), weights // 2)
+            assert (sent["to_host"], sent["from_host"]) == (
+                weights // 2 * (2 if "gradients" in away else 1),
+                weights // 2,
+            )
             assert memory.optimizer == 0 and bool(memory.gradients) == ("gradients" not in away)
     tight = autopart.plan(model, (x,), mesh={"pp": 2}, memory="30KB", offload=True, **pins)
     assert "on the host" in str(tight.placements[-1][1]) and "programs do not do that yet" in tight.summary()
@@ -179,5 +182,5 @@ def test_public_plans_are_counted_on_the_graph_and_refused_where_they_would_run(
     for changed in ({"plan": tight}, {"placement": "offload"}, {"placement": {"0": Placement.offload()}}):
         with pytest.raises(ValueError, match=message.replace(".*optimizer.*", ".*")):
             autopart.parallelize(model, **changed)
-    with pytest.raises(ValueError, match="offload: programs do not keep states on the host yet; autopart.plan"):
+    with pytest.raises(ValueError, match=r"offload: programs do not keep states on the host yet; autopart.plan"):
         autopart.parallelize(model, offload=True)

@@ -289,11 +289,11 @@ def plan(
     """The plan for a training step of ``model(*args, **kwargs)``: what is not pinned is chosen.
 
     The pins are `cluster`, `devices`, `mesh`, `stages`, `placement`, `schedule`, `microbatches`, `memory` and
-    `recompute`; with ``offload=True`` the optimizer, or optimizer and gradients, may be on the hosts, which is to know
-    what that would hold and take: programs do not do it yet; ``precision="mixed"`` counts 32-bit copies and moments of 16-bit parameters; `objective` is "time",
-    "memory" or "throughput_per_cost", and after `time_limit` seconds of search the best plan so far is returned; see
-    `solver.choose`. A free mesh may have an axis ``tp`` where a `cluster` is given. A search of more than a second
-    shows its progress on a terminal.
+    `recompute`. With ``offload=True`` the optimizer, or optimizer and gradients, may be on the hosts: to know what that
+    would hold and take, as programs do not do it yet. ``precision="mixed"`` counts 32-bit copies and moments of 16-bit
+    parameters; `objective` is "time", "memory" or "throughput_per_cost", and after `time_limit` seconds of search the
+    best plan so far is returned; see `solver.choose`. A free mesh may have an axis ``tp`` where a `cluster` is given. A
+    search of more than a second shows its progress on a terminal.
     No process group and no memory for weights is needed: parameters may be fake (with ``capture="direct"``). Raises
     PlanInfeasible, with what binds and what would lift it, where nothing fits; ValueError or TypeError for a bad
     argument.

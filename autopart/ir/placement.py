@@ -312,8 +312,8 @@ def executable(placement: Placement) -> Placement:
     """The placement, if programs are written for its modes today; ValueError, with what it is good for, if not."""
     if away := planned(placement).on("dp").on_host:
         raise ValueError(
-            f"placement: {placement} keeps {' and '.join(away)} on the host, which programs do not do yet: autopart.plan "
-            f"says what that would hold and take; to run, use {', '.join(PRESETS)}"
+            f"placement: {placement} keeps {' and '.join(away)} on the host, which programs do not do yet: "
+            f"autopart.plan says what that would hold and take; to run, use {', '.join(PRESETS)}"
         )
     return placement
 

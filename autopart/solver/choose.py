@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from math import inf
 from types import MappingProxyType
+from typing import Any
 
 from autopart.cluster import Cluster
 from autopart.ir.action import Schedule
@@ -106,18 +108,20 @@ def choose(
         raise ValueError(f"time_limit: must be more than 0 seconds, not {time_limit}")
     began = time.monotonic()
     deadline = began + (inf if time_limit is None else time_limit)
-    request = resolve(
+    pins: dict[str, Any] = {
+        "mesh": mesh,
+        "stages": stages,
+        "placement": placement,
+        "schedule": schedule,
+        "microbatches": microbatches,
+        "recompute": recompute,
+    }
+    resolved = partial(
+        resolve,
         costs,
         batch=batch,
         cluster=cluster,
-        devices=devices,
-        mesh=mesh,
-        stages=stages,
-        placement=placement,
-        schedule=schedule,
-        microbatches=microbatches,
         memory=memory,
-        recompute=recompute,
         recomputed=recomputed,
         optimizer_ratio=optimizer_ratio,
         forwards_first=forwards_first,
@@ -127,6 +131,7 @@ def choose(
         looks_up=looks_up,
         offload=offload,
     )
+    request = resolved(devices=devices, **pins)
     space = Space(request)
     if space.single:
         space = Space(_with_degrees(request, deadline, progress))
@@ -140,6 +145,18 @@ def choose(
                 f"model; pin such a schedule, as 1f1b, not {written(request.schedules[0])}"
             )
         plan = _by_rule(request)
+    if plan is None:
+        nearest = space.request if space.single or not request.free else request.recomputing()
+        # what segments cost on a pinned mesh that splits tensors inside them says nothing of other meshes
+        fixed = {"mesh"} if tensor is not None else set()
+        given = {pin: value for pin, value in pins.items() if value is not None and pin not in fixed}
+
+        def asked(kept: Collection[str]) -> Request:
+            made: dict[str, Any] = {pin: v if pin in kept or pin in fixed else None for pin, v in pins.items()}
+            other = resolved(devices=request.devices, **made)
+            return _with_degrees(other, inf, progress) if Space(other).single else other
+
+        raise infeasible(nearest, given, asked)
     return replace(plan, precision=precision, fingerprint=fingerprint, took=time.monotonic() - began)
 
 
@@ -153,8 +170,8 @@ def _with_degrees(request: Request, deadline: float, progress: Progress) -> Requ
     return request
 
 
-def _jointly(space: Space, objective: str, deadline: float, progress: Progress) -> Plan:
-    """The best plan of a space."""
+def _jointly(space: Space, objective: str, deadline: float, progress: Progress) -> Plan | None:
+    """The best plan of a space, None if none fits."""
     request, what = space.request, OBJECTIVES[objective]
     if objective == "throughput_per_cost" and request.mesh is None:
         space, found = _cheapest(space, deadline, progress)
@@ -162,7 +179,7 @@ def _jointly(space: Space, objective: str, deadline: float, progress: Progress) 
         limit = min(request.memory, leanest(space, space.settings)[1]) if objective == "memory" else None
         found = best(space, space.settings, limit=limit, deadline=deadline, progress=progress)
     if found is None:
-        raise infeasible(request)
+        return None
     afresh, solved = space.solved(found.setting, found.cut)
     text = quality(space, found, certified=_certified(solved), what=what)
     plan = _plan(afresh, solved, text, notes(afresh, Chosen(solved), what))
@@ -206,14 +223,14 @@ def _certified(solved: Solved) -> bool:
     return True
 
 
-def _by_rule(request: Request) -> Plan:
-    """The plan by the stated rule: where ranks hold several stages, or the schedule is searched for."""
+def _by_rule(request: Request) -> Plan | None:
+    """The plan by the rule, where ranks hold several stages or the schedule is searched for; None if nothing fits."""
     solved = first_fit(request)
     if solved is None and request.free:
         request = request.recomputing()
         solved = first_fit(request)
     if solved is None:
-        raise infeasible(request)
+        return None
     chosen = search(request, solved) if request.searched else Chosen(solved)
     solved = replace(chosen.solved, split=certify(chosen.solved.problem, chosen.solved.split))
     text = "; ".join(filter(None, (optimality(solved), chosen.verdict)))

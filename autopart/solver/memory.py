@@ -1,10 +1,11 @@
 """What a stage holds, by state, and the collectives that its placement implies: one rule a mode, for each segment.
 
 A state of |s| bytes takes |s| where it is replicated over N data ranks and ceil(|s| / N) where it is sharded, with or
-without gather; offloaded, it takes that on the host of each rank, and nothing here. On top come the gathered parameters (sharded-with-gather) and the whole gradients before they are
-reduced to a part (sharded gradients) of the two segments of the stage that have most of these, as one is gathered or
-reduced beside the other; and the activations that one segment recomputes. Activations are what one microbatch saves,
-times those in flight. A parameter that several segments of a stage use is held once. A rank holds what its stages do.
+without gather; offloaded, it takes that on the host of each rank, and nothing here. On top come the gathered parameters
+(sharded-with-gather) and the whole gradients before they are reduced to a part (sharded gradients) or sent to the host,
+of the two segments of the stage that have most of these, as one is gathered or reduced beside the other; and the
+activations that one segment recomputes. Activations are what one microbatch saves, times those in flight. A parameter
+that several segments of a stage use is held once. A rank holds what its stages do.
 """
 
 from __future__ import annotations
@@ -122,7 +123,7 @@ class MemoryModel:
         return size if mode is Mode.REPLICATED else -(-size // self.degree)
 
     def wire(self, i: int) -> int:
-        """The wire buffers of segment i, of what goes to the host too: of two segments at a time, as one is gathered or reduced beside the other."""
+        """The wire buffers of segment i: of two segments at a time, as one is moved beside the other."""
         modes, segment = self.modes[i], self.segments[i]
         if self.degree == 1:
             return segment.trainable_bytes if "gradients" in modes.on_host else 0

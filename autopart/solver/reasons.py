@@ -127,7 +127,7 @@ def _on_host(solved: Solved) -> Iterator[str]:
     """What the hosts have to do with it."""
     most = max(need.host for need in solved.memory())
     if most:
-        yield f"each device has up to {format_bytes(most)} on its host, where the optimizer steps, in a time that is not counted"
+        yield f"each device has up to {format_bytes(most)} on its host, where the optimizer steps: that is not counted"
 
 
 def _split_output(name: str, ranks: int) -> str:

@@ -230,14 +230,18 @@ def exchanged_seconds(request: Request, solved: Solved) -> float:
 
 def first_fit(request: Request) -> Solved | None:
     """The first candidate with a split within the memory limit, None if there is none."""
-    for candidate in candidates(request):
-        model, problem = pose(request, candidate)
-        split = best_split(request, candidate, model, problem)
-        if split is not None:
-            solved = Solved(candidate, model, problem, split)
-            if not candidate.schedule.mirrors or solved.peak() <= problem.limit:
-                return solved
-    return None
+    found = (fitting(request, candidate) for candidate in candidates(request))
+    return next((solved for solved in found if solved is not None), None)
+
+
+def fitting(request: Request, candidate: Candidate) -> Solved | None:
+    """A candidate with its best split within the memory limit, None if there is none."""
+    model, problem = pose(request, candidate)
+    split = best_split(request, candidate, model, problem)
+    if split is None:
+        return None
+    solved = Solved(candidate, model, problem, split)
+    return solved if not candidate.schedule.mirrors or solved.peak() <= problem.limit else None
 
 
 def meshes(request: Request) -> Iterator[Mesh]:

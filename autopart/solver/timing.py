@@ -80,7 +80,7 @@ def timeline(schedule: Schedule, seconds: Sequence[Mapping[str, float]], delay: 
 def exchange_seconds(
     segments: Sequence[SegmentNumbers], modes: Sequence[Modes], degree: int, microbatches: int, cluster: Cluster
 ) -> float:
-    """The time of the collectives of some segments on a data axis of `degree` ranks in a step, and of the host's link."""
+    """The time in a step of the collectives of some segments on `degree` data ranks, and of what hosts send and get."""
     pairs = list(zip(segments, modes, strict=True))
     moved = sum(times * size for s, m in pairs for _, size, times in hosted(s, m, degree, microbatches))
     away = moved / cluster.host if moved else 0.0
