@@ -1,14 +1,14 @@
 """The unsat core of a request that has no plan: a smallest set of its pins that cannot be kept together, by z3.
 
-Over the memory table: Boolean ``way[i]`` says that the global choices are made in way i, ``keep[p]`` that pin p is
-kept.
+Over the memory table: Boolean ``way[i]`` says that the global choices are made in a way of kind i, those of a kind
+keeping the same pins, ``keep[p]`` that pin p is kept.
 
-    exactly one way
-    keep[p]       ->  not way[i]      for each way that does not keep pin p
-    keep[memory]  ->  not way[i]      for each way whose fullest rank needs more than the limit
+    exactly one kind of way
+    keep[p]       ->  not way[i]      for each kind that does not keep pin p
+    keep[memory]  ->  not way[i]      for each kind whose ways all need more than the limit on their fullest rank
 
-A row of the table, the exact least need of a way over all its splits and, where that is free, all recomputation, is
-found when z3 first chooses that way. The pins are assumptions. A set of pins that z3 refuses is a smallest one if every
+A row of the table, the need of its ways over all splits and, where that is free, all recomputation, is found when z3
+first chooses that kind. The pins are assumptions. A set of pins that z3 refuses is a smallest one if every
 smaller set leaves out all of some pins without which there is a plan (a correction set): that is what hitting sets of
 those are for (Ignatiev et al., "Smallest MUS extraction with minimal hitting set dualization", CP 2015).
 """
@@ -25,7 +25,7 @@ MEMORY = "memory"
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """A way to make the global choices: the pins that it keeps, and what finds whether it fits the memory limit."""
+    """Ways to make the global choices: the pins that they keep, and what finds whether one fits the memory limit."""
 
     keeps: frozenset[str]
     fits: Callable[[], bool]

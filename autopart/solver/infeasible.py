@@ -14,7 +14,7 @@ from autopart.solver.joint import best, leanest
 from autopart.solver.pins import Asked, contradiction
 from autopart.solver.request import LEAN, Request
 from autopart.solver.search import Solved, best_split, candidates, first_fit, meshes, pose
-from autopart.solver.space import Space
+from autopart.solver.space import Space, roomy
 from autopart.solver.split import bottleneck
 
 MOST = 64
@@ -87,7 +87,7 @@ def fits(request: Request) -> bool:
     space = Space(request)
     if not space.single:
         return first_fit(request) is not None
-    return any(space.least(setting) <= request.memory for setting in space.settings)
+    return any(space.fits(setting, request.memory) for setting in space.settings)
 
 
 def nearest_miss(request: Request) -> tuple[Request, Solved]:
@@ -185,7 +185,7 @@ def _microbatches(request: Request) -> Changes:
 
 def _schedules(request: Request) -> Changes:
     """1f1b, then those that hold less and less: v1f1b, vhalf, vmin."""
-    if not request.searched and not request.forwards_first:
+    if not request.searched and not request.forwards_first and next(roomy(request), None) is not None:
         for name in LEAN[:4]:
             if name != request.schedules[0]:
                 yield f"schedule={name!r}", replace(request, schedules=(name,), ranks=None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from itertools import combinations
 
@@ -13,7 +13,7 @@ from autopart.schedules import spell
 from autopart.solver.core import MEMORY, Way, smallest_core
 from autopart.solver.request import Request
 from autopart.solver.search import candidates, fitting
-from autopart.solver.space import Space
+from autopart.solver.space import Space, roomy
 
 PINS = ("mesh", "stages", "placement", "schedule", "microbatches", "recompute")
 """The arguments that take choices from the solver, beside the memory limit."""
@@ -31,7 +31,7 @@ def contradiction(request: Request, given: Mapping[str, object], asked: Asked) -
     `given` are the pins of `PINS` by name, with what the caller said. Any of them left out, as if it had not been
     given, there is a plan that keeps the others of the set.
     """
-    core = smallest_core(tuple(given), _ways(tuple(given), asked))
+    core = smallest_core(tuple(given), _ways(tuple(given), asked)) if given else (MEMORY,)
     return tuple(_limit(request) if pin == MEMORY else f"{pin}={_told(given[pin])}" for pin in core)
 
 
@@ -53,7 +53,14 @@ def _ways(given: tuple[str, ...], asked: Asked) -> tuple[Way, ...]:
             for choice, holds in _choices(request):
                 keeps.setdefault((framed, choice), set()).update(kept)
                 fits.setdefault((framed, choice), holds)
-    return tuple(Way(frozenset(keeps[key]), fits[key]) for key in keeps)
+    alike: dict[frozenset[str], list[Callable[[], bool]]] = {}
+    for key in keeps:
+        alike.setdefault(frozenset(keeps[key]), []).append(fits[key])
+    return tuple(Way(kept, partial(_any, found)) for kept, found in alike.items())
+
+
+def _any(found: Iterable[Callable[[], bool]]) -> bool:
+    return any(holds() for holds in found)
 
 
 def _choices(request: Request) -> list[tuple[object, Callable[[], bool]]]:
@@ -61,21 +68,23 @@ def _choices(request: Request) -> list[tuple[object, Callable[[], bool]]]:
     space = Space(request)
     if space.single:
         return [
-            ((each.mesh, each.microbatches, each.placements, each.text, each.variant), partial(_fits, space, each))
+            (
+                (each.mesh, each.microbatches, each.placements, each.text, each.variant),
+                partial(space.fits, each, request.memory),
+            )
             for each in space.settings
         ]
     again = [request, request.recomputing()] if request.free else [request]
+    there = list(roomy(request))
+    if not there:  # then no schedule does, and none is made
+        return [(None, lambda: False)]
     return [
         (
             (each.mesh, each.microbatches, each.placements, each.text, each.variant),
             partial(lambda each: any(fitting(one, each) is not None for one in again), each),
         )
-        for each in candidates(request)
+        for each in candidates(request, there)
     ]
-
-
-def _fits(space: Space, setting: object) -> bool:
-    return space.least(setting) <= space.request.memory  # type: ignore[arg-type]
 
 
 def _told(value: object) -> str:

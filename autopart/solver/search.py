@@ -13,7 +13,7 @@ The innermost choice varies first: sharding a state is tried before cutting the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise, product
 
@@ -83,9 +83,9 @@ class Solved:
         return max(need.total for need in self.memory())
 
 
-def candidates(request: Request) -> Iterator[Candidate]:
-    """Every setting that the pins allow, in the order of preference."""
-    for mesh in meshes(request):
+def candidates(request: Request, on: Iterable[Mesh] | None = None) -> Iterator[Candidate]:
+    """Every setting that the pins allow, in the order of preference; of some of the meshes `on` these only."""
+    for mesh in meshes(request) if on is None else on:
         alternatives = request.placements_on(mesh.degree("dp"))
         for made in _schedules(request, mesh):
             moments = [in_flight(schedule) for _, schedule in made]

@@ -31,7 +31,7 @@ from autopart.ir.placement import Modes
 from autopart.ir.plan import first_match
 from autopart.solver.axis import linked
 from autopart.solver.counts import WHOLE
-from autopart.solver.cut import Cut, Found, Pipe, least_need, shortest
+from autopart.solver.cut import Cut, Found, Pipe, least_need, shortest, within
 from autopart.solver.flush import Flush
 from autopart.solver.holding import Holding
 from autopart.solver.kinds import FEMTOSECONDS, Costs, Table
@@ -265,6 +265,16 @@ class Space:
         """The smallest limit that a plan of the setting fits."""
         return least_need(self.stages(setting, None, recomputing=recomputing), self.pipe(setting))
 
+    def room(self, setting: Setting, limit: int) -> bool:
+        """Whether the ranks have, in the mean, room within a limit for what the setting holds beside activations."""
+        return self.holding(setting).resident(0, len(self.request.costs)) <= setting.mesh.degree("pp") * limit
+
+    def fits(self, setting: Setting, limit: int, *, recomputing: bool | None = None) -> bool:
+        """Whether some plan of the setting fits a limit."""
+        if not self.room(setting, limit):
+            return False
+        return within(self.stages(setting, None, recomputing=recomputing), self.pipe(setting))(limit)
+
     def peak(self, setting: Setting, cut: Cut) -> int:
         """The bytes of the fullest rank of a plan of a setting."""
         stages = self.stages(setting, None)
@@ -293,6 +303,19 @@ class Space:
         split = evaluate(problem, cut.starts)
         assert split is not None, f"internal error: {cut} does not fit when counted afresh"
         return request, Solved(candidate, model, problem, split)
+
+
+def roomy(request: Request) -> Iterator[Mesh]:
+    """The meshes on which the ranks have room for what is held beside activations, whatever the schedule."""
+    space = Space(request)
+    for mesh in meshes(request):
+        settings = (
+            Setting(mesh, 1, rules, "1f1b", variant=variant)
+            for rules in request.placements_on(mesh.degree("dp"))
+            for variant in request.variants_on(mesh)
+        )
+        if any(space.room(setting, request.memory) for setting in settings):
+            yield mesh
 
 
 def _flights(schedule: Schedule) -> tuple[int, ...]:
