@@ -16,7 +16,7 @@ from autopart.errors import PlanInfeasible
 from autopart.ir.placement import PRESETS
 from autopart.solver import choose
 from autopart.solver.core import MEMORY, Way, smallest_core
-from autopart.solver.pins import PINS
+from autopart.solver.question import PINS
 from tests.oracle import every_split, stage_bytes
 from tests.test_choose import MIB, frugal, gpt, layer
 from tests.test_joint import Model, limit_of, models

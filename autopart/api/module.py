@@ -23,7 +23,7 @@ from autopart.ir.program import Program
 from autopart.runtime import loading
 from autopart.runtime.construction import Construction
 from autopart.runtime.report import Report
-from autopart.solver.request import Pinned
+from autopart.solver.presets import Pinned
 
 
 class Parallel(torch.nn.Module):

@@ -15,7 +15,8 @@ from autopart.ir.placement import Placement, executable
 from autopart.ir.plan import INPUTS, Plan
 from autopart.ir.program import Program
 from autopart.schedules import spell
-from autopart.solver.request import Pinned, Pins
+from autopart.solver.presets import Pinned
+from autopart.solver.request import Pins
 
 SEMANTICS = ("exact", "accumulate")
 """What a step means: the whole batch on one device, or that in slices whose losses are weighted and added up."""

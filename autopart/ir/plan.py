@@ -65,6 +65,7 @@ class Prediction:
     stage_seconds: tuple[float, ...]  # forward and backward of one microbatch, a stage; of an output layer, its part
     memory: tuple[StageMemory, ...]  # a stage
     sent: tuple[tuple[tuple[str, int], ...], ...] = ()  # a rank: (collective, bytes sent per step)
+    samples_per_second: float = 0.0  # of forwards alone, batches following each other without a pause; else 0
 
     @property
     def peak(self) -> int:

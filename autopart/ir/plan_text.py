@@ -84,7 +84,9 @@ def summary(plan: Plan) -> str:
         *inside(plan),
         *_on_host(plan),
         *(f"another copy of the model has its stages on the pipeline ranks {copy}" for copy in plan.mirrors),
-        f"predicted step {format_seconds(predicted.step_seconds)}, bubble {predicted.bubble:.1%}",
+        f"predicted step {format_seconds(predicted.step_seconds)}, bubble {predicted.bubble:.1%}"
+        + f", {predicted.samples_per_second:,.1f} samples/s with the pipeline full"
+        * bool(predicted.samples_per_second),
     ]
     return "\n".join([*head, *_table(rows), *_traffic(plan), f"optimality: {plan.optimality}"])
 
@@ -134,6 +136,7 @@ def _flat(plan: Plan) -> dict[str, str]:
         facts[f"stage {number} ranks"] = _ranks(stage.ranks)
     facts["step seconds"] = repr(plan.prediction.step_seconds)
     facts["bubble"] = repr(plan.prediction.bubble)
+    facts["samples per second"] = repr(plan.prediction.samples_per_second)
     for number, memory in enumerate(plan.prediction.memory):
         facts[f"stage {number} seconds"] = repr(plan.prediction.stage_seconds[number])
         facts |= {f"stage {number} {state} bytes": str(getattr(memory, state)) for state in (*STATES, "host")}

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from math import inf
 from types import MappingProxyType
-from typing import Any
 
 from autopart.cluster import Cluster
 from autopart.ir.action import Schedule
@@ -22,10 +20,12 @@ from autopart.solver.certify import certify, many
 from autopart.solver.infeasible import infeasible
 from autopart.solver.joint import Best, Progress, best, leanest
 from autopart.solver.kinds import FEMTOSECONDS
+from autopart.solver.presets import Pinned
+from autopart.solver.question import Question, deadline, with_degrees
 from autopart.solver.reasons import notes, optimality, quality
-from autopart.solver.request import Pinned, Request, resolve
+from autopart.solver.request import Request
 from autopart.solver.schedule import Chosen, search
-from autopart.solver.search import Solved, check_schedule, exchanged_seconds, first_fit, flush, meshes, stage_seconds
+from autopart.solver.search import Solved, check_schedule, exchanged_seconds, first_fit, flush, stage_seconds
 from autopart.solver.space import Space
 from autopart.solver.split import solve_split
 from autopart.solver.variants import Costed, Degrees
@@ -104,39 +104,39 @@ def choose(
     """
     if objective not in OBJECTIVES:
         raise ValueError(f"objective: {objective!r} is not known; one of {', '.join(OBJECTIVES)}")
-    if time_limit is not None and not time_limit > 0:
-        raise ValueError(f"time_limit: must be more than 0 seconds, not {time_limit}")
     began = time.monotonic()
-    deadline = began + (inf if time_limit is None else time_limit)
-    pins: dict[str, Any] = {
-        "mesh": mesh,
-        "stages": stages,
-        "placement": placement,
-        "schedule": schedule,
-        "microbatches": microbatches,
-        "recompute": recompute,
-    }
-    resolved = partial(
-        resolve,
+    until = deadline(began, time_limit)
+    question = Question(
         costs,
-        batch=batch,
-        cluster=cluster,
-        memory=memory,
-        recomputed=recomputed,
-        optimizer_ratio=optimizer_ratio,
-        forwards_first=forwards_first,
-        tensor=tensor,
-        others=others,
-        degrees=degrees,
-        looks_up=looks_up,
-        offload=offload,
+        devices,
+        {
+            "mesh": mesh,
+            "stages": stages,
+            "placement": placement,
+            "schedule": schedule,
+            "microbatches": microbatches,
+            "recompute": recompute,
+        },
+        {
+            "batch": batch,
+            "cluster": cluster,
+            "memory": memory,
+            "recomputed": recomputed,
+            "optimizer_ratio": optimizer_ratio,
+            "forwards_first": forwards_first,
+            "tensor": tensor,
+            "others": others,
+            "degrees": degrees,
+            "looks_up": looks_up,
+            "offload": offload,
+        },
     )
-    request = resolved(devices=devices, **pins)
+    request = question.request()
     space = Space(request)
     if space.single:
-        space = Space(_with_degrees(request, deadline, progress))
+        space = Space(with_degrees(request, until, progress))
         check_schedule(space.request)
-        plan = _jointly(space, objective, deadline, progress)
+        plan = _jointly(space, objective, until, progress)
     else:
         check_schedule(request)
         if objective != "time":
@@ -147,55 +147,36 @@ def choose(
         plan = _by_rule(request)
     if plan is None:
         nearest = space.request if space.single or not request.free else request.recomputing()
-        # what segments cost on a pinned mesh that splits tensors inside them says nothing of other meshes
-        fixed = {"mesh"} if tensor is not None else set()
-        given = {pin: value for pin, value in pins.items() if value is not None and pin not in fixed}
-
-        def asked(kept: Collection[str]) -> Request:
-            made: dict[str, Any] = {pin: v if pin in kept or pin in fixed else None for pin, v in pins.items()}
-            other = resolved(devices=request.devices, **made)
-            return _with_degrees(other, inf, progress) if Space(other).single else other
-
-        raise infeasible(nearest, given, asked)
+        raise infeasible(nearest, question.given, partial(question.keeping, devices=request.devices))
     return replace(plan, precision=precision, fingerprint=fingerprint, took=time.monotonic() - began)
 
 
-def _with_degrees(request: Request, deadline: float, progress: Progress) -> Request:
-    """The request with what there is at every tensor degree that is looked at, or as many as there is time for."""
-    for done, degree in enumerate(request.degrees if request.wide else ()):
-        progress(done, len(request.degrees))
-        if time.monotonic() > deadline and next(meshes(request), None) is not None:
-            break
-        request = request.with_degree(degree)
-    return request
-
-
-def _jointly(space: Space, objective: str, deadline: float, progress: Progress) -> Plan | None:
+def _jointly(space: Space, objective: str, until: float, progress: Progress) -> Plan | None:
     """The best plan of a space, None if none fits."""
     request, what = space.request, OBJECTIVES[objective]
     if objective == "throughput_per_cost" and request.mesh is None:
-        space, found = _cheapest(space, deadline, progress)
+        space, found = _cheapest(space, until, progress)
     else:
         limit = min(request.memory, leanest(space, space.settings)[1]) if objective == "memory" else None
-        found = best(space, space.settings, limit=limit, deadline=deadline, progress=progress)
+        found = best(space, space.settings, limit=limit, deadline=until, progress=progress)
     if found is None:
         return None
     afresh, solved = space.solved(found.setting, found.cut)
     text = quality(space, found, certified=_certified(solved), what=what)
     plan = _plan(afresh, solved, text, notes(afresh, Chosen(solved), what))
     _check(plan, space, found)
-    others = alternatives(space, found) if time.monotonic() < deadline else ()
+    others = alternatives(space, found) if time.monotonic() < until else ()
     return replace(plan, alternatives=others, facts=facts(space, found.setting))
 
 
-def _cheapest(space: Space, deadline: float, progress: Progress) -> tuple[Space, Best | None]:
+def _cheapest(space: Space, until: float, progress: Progress) -> tuple[Space, Best | None]:
     """The space of as many devices, or of fewer, whose best plan takes the least time of all of them together."""
     spaces = [
         Space(replace(space.request, devices=count))
         for count in range(1, space.request.devices + 1)
         if space.request.devices % count == 0
     ]
-    plans = ((each, best(each, each.settings, deadline=deadline, progress=progress)) for each in spaces)
+    plans = ((each, best(each, each.settings, deadline=until, progress=progress)) for each in spaces)
     found = [(each, plan) for each, plan in plans if plan is not None]
     # of equals the one with fewest devices, which is the first
     return min(found, key=lambda pair: pair[0].request.devices * pair[1].cut.step, default=(space, None))

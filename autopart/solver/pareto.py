@@ -1,4 +1,4 @@
-"""A Pareto front of plans: step time against the memory of the fullest device.
+"""A Pareto front of plans: step time against the memory of the fullest device; for forwards alone see `serving`.
 
 Each plan is the fastest within some limit, and of equally fast ones the one that needs least, so none dominates
 another. The limits lie evenly between what the fastest plan of all needs and the least that any plan needs.
@@ -13,13 +13,17 @@ from autopart.ir.plan import Plan
 from autopart.solver.request import whole
 
 OBJECTIVES = ("time", "memory")
+"""What is weighed of a training step, or of forwards alone."""
+
+FORWARDS = ("latency", "throughput")
+"""What is weighed of forwards alone."""
 
 
 def check(n: int, objectives: Sequence[str]) -> None:
     """TypeError or ValueError, naming the argument, for what is no front."""
     whole("n", n)
-    if sorted(objectives) != sorted(OBJECTIVES):
-        raise ValueError(f"objectives: {objectives!r} cannot be weighed yet, only {OBJECTIVES!r}")
+    if sorted(objectives) not in (sorted(OBJECTIVES), sorted(FORWARDS)):
+        raise ValueError(f"objectives: {objectives!r} cannot be weighed; either {OBJECTIVES!r}, or {FORWARDS!r}")
 
 
 def front(plan: Callable[[str, int | None], Plan], n: int) -> tuple[Plan, ...]:

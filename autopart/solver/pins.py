@@ -15,9 +15,6 @@ from autopart.solver.request import Request
 from autopart.solver.search import candidates, fitting
 from autopart.solver.space import Space, roomy
 
-PINS = ("mesh", "stages", "placement", "schedule", "microbatches", "recompute")
-"""The arguments that take choices from the solver, beside the memory limit."""
-
 FRAMED = ("stages", "schedule", "recompute")
 """Those that a setting does not tell."""
 
@@ -28,7 +25,7 @@ Asked = Callable[[Collection[str]], Request]
 def contradiction(request: Request, given: Mapping[str, object], asked: Asked) -> tuple[str, ...]:
     """A smallest set of pins, with their values, that cannot be kept together, the memory limit last.
 
-    `given` are the pins of `PINS` by name, with what the caller said. Any of them left out, as if it had not been
+    `given` are the pins by name, with what the caller said. Any of them left out, as if it had not been
     given, there is a plan that keeps the others of the set.
     """
     core = smallest_core(tuple(given), _ways(tuple(given), asked)) if given else (MEMORY,)

@@ -15,15 +15,12 @@ from autopart.cluster import Cluster, parse_bytes
 from autopart.ir.action import Schedule
 from autopart.ir.cost import SegmentCost
 from autopart.ir.mesh import Mesh
-from autopart.ir.placement import PRESETS, Placement, offloading, planned
 from autopart.ir.tensor_plan import TensorPlan
 from autopart.schedules.lookups import looking_up
 from autopart.schedules.spell import AUTO, is_table, splits_output
 from autopart.solver.counts import WHOLE, check_counts
+from autopart.solver.presets import Pinned, Rules, alternatives, check_host, offloaded
 from autopart.solver.variants import INSIDE, Costed, Degrees, Variant
-
-Rules = tuple[tuple[str, Placement], ...]
-"""(pattern, placement), the first match holds; the last pattern is '*'."""
 
 LEAN = ("1f1b", "v1f1b", "vhalf", "vmin", *(f"{name}(chunks={v})" for v in (3, 4) for name in ("interleaved", "bfs")))
 """Of the schedules that are searched, those which hold little, for each number of stages a rank: they say whether
@@ -31,10 +28,6 @@ something fits."""
 
 FORWARDS_FIRST = ("gpipe", "2bp-gpipe", "bfs", "bfs(chunks=3)", "bfs(chunks=4)")
 """The schedules that are searched for steps without a loss."""
-
-
-Pinned = str | Placement | Mapping[str, str | Placement | Mapping[str, object]] | None
-"""A `placement` pin: a placement, or by pattern placements and, for tensors, a Shard or Replicate by axis."""
 
 
 class Pins(TypedDict, total=False):
@@ -143,7 +136,7 @@ class Request:
 
     def offloading(self) -> Request:
         """The request with each placement also with the optimizer on the host, and with its gradients there too."""
-        return replace(self, placements=_offloaded(self.placements))
+        return replace(self, placements=offloaded(self.placements))
 
     def samples(self, mesh: Mesh, microbatches: int) -> int:
         """The samples of the largest of so many microbatches of each data rank."""
@@ -219,10 +212,10 @@ def resolve(
     fixed = schedule if isinstance(schedule, Schedule) else schedules.read(text) if is_table(text) else None
     if fixed is not None:
         microbatches = _agreed(fixed, pinned, microbatches)
-    placements = _placements(placement)
+    placements = alternatives(placement)
     if not isinstance(offload, bool):
         raise TypeError(f"offload: expected True or False, not {offload!r}")
-    _check_host(cluster, placements, offload=offload)
+    check_host(cluster, placements, offload=offload)
     variant = partial(Variant.of, wanted=wanted, everything=recompute is True, batch=batch)
     request = Request(
         variants=(variant((tensor, costs, again)), *map(variant, others)),
@@ -232,7 +225,7 @@ def resolve(
         mesh=pinned,
         stages=number,
         starts=starts,
-        placements=_offloaded(placements) if offload else placements,
+        placements=offloaded(placements) if offload else placements,
         schedules=(text,) if text != AUTO else FORWARDS_FIRST if forwards_first else LEAN,
         microbatches=microbatches,
         memory=cluster.memory if memory is None else parse_bytes(memory),
@@ -370,47 +363,6 @@ def _recompute(pin: bool | Sequence[str] | None, names: list[str]) -> tuple[str,
             )
         wanted.update(found)
     return tuple(name for name in names if name in wanted)
-
-
-def _placements(pin: Pinned) -> tuple[Rules, ...]:
-    presets = tuple(Placement.preset(name) for name in PRESETS)
-    if pin is None:
-        return tuple((("*", preset),) for preset in presets)
-    if not isinstance(pin, Mapping):
-        return ((("*", _placement(pin)),),)
-    rules = tuple((pattern, _placement(value)) for pattern, value in pin.items() if pattern != "*")
-    if not all(isinstance(pattern, str) for pattern, _ in rules):
-        raise TypeError(f"placement: patterns must be module or parameter names, not {[p for p, _ in rules]}")
-    rest = (_placement(pin["*"]),) if "*" in pin else presets
-    return tuple((*rules, ("*", preset)) for preset in rest)
-
-
-def _placement(value: object) -> Placement:
-    if isinstance(value, str):
-        value = Placement.preset(value)
-    if not isinstance(value, Placement):
-        raise TypeError(f"placement: expected one of {', '.join(PRESETS)} or a Placement, not {value!r}")
-    return planned(value)
-
-
-def _offloaded(alternatives: tuple[Rules, ...]) -> tuple[Rules, ...]:
-    """Placements, then what each is with the optimizer on the host, and with gradients there too; each once."""
-    away = [
-        tuple((pattern, list(offloading(each))[number]) for pattern, each in rules)
-        for rules in alternatives
-        for number in (0, 1)
-    ]
-    return tuple(dict.fromkeys((*alternatives, *away)))
-
-
-def _check_host(cluster: Cluster, placements: tuple[Rules, ...], *, offload: bool) -> None:
-    """Refuse what is to be kept on a host that has no memory apart from its devices'."""
-    away = offload or any(each.on("dp").on_host for rules in placements for _, each in rules)
-    if away and not cluster.host:
-        raise ValueError(
-            f"{'offload' if offload else 'placement'}: the hosts of the {cluster.name} cluster have no memory apart "
-            "from that of their devices; say for which cluster= to plan, such as Cluster.preset('a100-80', per_node=8)"
-        )
 
 
 def _check_inside(request: Request) -> None:

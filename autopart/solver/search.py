@@ -27,7 +27,8 @@ from autopart.solver.axis import linked
 from autopart.solver.chunks import solve_chunks
 from autopart.solver.kinds import FEMTOSECONDS, facts, handed
 from autopart.solver.memory import MemoryModel, in_flight
-from autopart.solver.request import Request, Rules
+from autopart.solver.presets import Rules
+from autopart.solver.request import Request
 from autopart.solver.split import Moment, Split, SplitProblem, solve_split
 from autopart.solver.timing import action_seconds, exchange_seconds, output_seconds, segment_seconds, timeline
 

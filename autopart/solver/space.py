@@ -36,7 +36,8 @@ from autopart.solver.flush import Flush
 from autopart.solver.holding import Holding
 from autopart.solver.kinds import FEMTOSECONDS, Costs, Table
 from autopart.solver.memory import in_flight
-from autopart.solver.request import Request, Rules, inside
+from autopart.solver.presets import Rules
+from autopart.solver.request import Request, inside
 from autopart.solver.search import Candidate, Solved, meshes, pose
 from autopart.solver.split import evaluate
 from autopart.solver.stages import Stages
