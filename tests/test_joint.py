@@ -180,6 +180,23 @@ def test_a_front_has_no_plan_that_another_dominates(model: Model, devices: int, 
     assert leanest.step_seconds == pytest.approx(fastest, rel=1e-9, abs=1e-12)
 
 
+@settings(max_examples=8, deadline=None, derandomize=True)
+@given(models(), st.sampled_from([1, 2]))
+def test_a_long_front_is_that_of_brute_force(model: Model, devices: int) -> None:
+    plain, again, cluster, batch = model
+    pins: dict[str, Any] = {"recomputed": again, "batch": max(batch, devices), "devices": devices, "cluster": cluster}
+    plans = front(lambda objective, limit: choose(plain, objective=objective, memory=limit, **pins), 30)
+    expected: list[Point] = []
+    for step, held in sorted(every_plan((plain, again, cluster, pins["batch"]), devices)):
+        if not expected or held < expected[-1][1]:
+            if expected and step <= expected[-1][0] * (1 + 1e-9):
+                expected.pop()
+            expected.append((step, held))
+    assert len(expected) < 30 and [plan.prediction.peak for plan in plans] == [held for _, held in expected]
+    for plan, (step, _) in zip(plans, expected, strict=True):
+        assert plan.prediction.step_seconds == pytest.approx(step, rel=1e-9, abs=1e-12)
+
+
 def test_a_public_front_and_what_it_refuses() -> None:
     torch.manual_seed(0)
     model, x = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(4))), torch.randn(8, 32)

@@ -286,7 +286,7 @@ class Plan:
 
 
 def _document() -> Document[Plan]:
-    return Document(Plan, "plan", VERSION)
+    return Document(Plan, "plan", VERSION, sealed=True)
 
 
 def first_match(placements: tuple[tuple[str, Placement], ...], name: str) -> Placement:
