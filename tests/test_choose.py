@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -185,6 +186,14 @@ BAD = [
     ({"stages": 0}, ValueError, "stages: must be at least 1"),
     ({"devices": 9}, ValueError, "devices: 9 asked for, but the cluster has 8"),
     ({"devices": 0}, ValueError, "devices: must be at least 1"),
+    (
+        {"devices": 10**15, "cluster": None},
+        ValueError,
+        "devices: 1,000,000,000,000,000 are more than the 1,000,000 that",
+    ),
+    ({"mesh": {"dp": 10**9}, "devices": None}, ValueError, "devices: 1,000,000,000 are more than"),
+    ({"memory": -1}, ValueError, "memory: must be at least 1 byte"),
+    ({"batch": -4}, ValueError, "batch: must be at least 1"),
     ({"devices": "4"}, TypeError, "devices: expected a whole number"),
     ({"batch": 0}, ValueError, "batch: must be at least 1"),
     (
@@ -372,18 +381,36 @@ def test_more_memory_is_never_worse(costs: list[SegmentCost], limit: int, more: 
 
 
 @settings(max_examples=15, deadline=None, derandomize=True)
-@given(small_models(), st.integers(10, 200), st.sampled_from([None, *PRESETS]), st.sampled_from([None, 1, 2]))
+@given(
+    small_models(),
+    st.integers(10, 200),
+    st.sampled_from([None, *PRESETS]),
+    st.sampled_from([None, 1, 2]),
+    st.sampled_from([None, {"dp": 2}]),
+)
 def test_every_way_out_is_one(
-    costs: list[SegmentCost], limit: int, placement: str | None, microbatches: int | None
+    costs: list[SegmentCost],
+    limit: int,
+    placement: str | None,
+    microbatches: int | None,
+    mesh: dict[str, int] | None,
 ) -> None:
+    again = [replace(cost, saved_bytes=0, backward_flops=cost.backward_flops + cost.forward_flops) for cost in costs]
     pins = {"placement": placement, "microbatches": microbatches, "memory": limit, "schedule": "gpipe"}
+    pins |= {"mesh": mesh, "recompute": False, "recomputed": again, "batch": 8, "devices": 2, "cluster": CLUSTER}
     try:
-        plan = choose(costs, batch=8, devices=2, cluster=CLUSTER, **pins)
+        plan = choose(costs, **pins)
     except PlanInfeasible as refusal:
-        for name, text in re.findall(
-            r"(placement|microbatches|schedule|memory)=('[^']*'|\d+)", str(refusal).split("fits with")[1]
-        ):
-            choose(costs, batch=8, devices=2, cluster=CLUSTER, **{**pins, name: eval(text)})
+        for way in refusal.ways:
+            if count := re.match(r"(\d+) such devices", way):
+                more = {
+                    "devices": int(count[1]),
+                    "cluster": Cluster.uniform(int(count[1]), 1000 * MIB, 1e9, 1e9, 1e8, 1e-6),
+                }
+            else:
+                name, value = way.removesuffix(" (to plan with; programs do not do it yet)").split("=", 1)
+                more = {name: eval(value)}
+            choose(costs, **{**pins, **more})
     else:
         assert all(memory.total <= limit for memory in plan.prediction.memory)
 

@@ -11,6 +11,7 @@ import torch
 from autopart.api import tensor
 from autopart.api.checks import fingerprint
 from autopart.api.compiler import choosing, costed, fitting, named, predicted, sampled
+from autopart.api.progress import shown
 from autopart.capture import NO_TARGET
 from autopart.ir.plan import Plan
 from autopart.ir.segmented import Segmented
@@ -50,13 +51,18 @@ def pareto(
     captured = sampled(model, args, kwargs, loss_fn, target, batch, semantics, capture)
     segmented = segment(captured, cuts=named(pins.get("stages")))
     kept = fitting(captured, pins)
-    if sorted(objectives) == sorted(front.FORWARDS):
-        return _served(segmented, kept, n)
-    chosen = choosing(segmented, captured.batch, kept)
+    with shown("planning") as progress:
+        kept.setdefault("progress", progress)
+        return (_served if sorted(objectives) == sorted(front.FORWARDS) else _trained)(segmented, kept, n)
+
+
+def _trained(segmented: Segmented, pins: Pins, n: int) -> tuple[Plan, ...]:
+    """The front of time and memory, these counted on the graph."""
+    chosen = choosing(segmented, segmented.captured.batch, pins)
 
     def best(objective: str, limit: int | None) -> Plan:
-        memory = kept.get("memory") if limit is None else limit
-        return chosen({**kept, "objective": objective, "memory": memory})
+        memory = pins.get("memory") if limit is None else limit
+        return chosen({**pins, "objective": objective, "memory": memory})
 
     found = (predicted(segmented, with_regions(each, segmented)) for each in front.front(best, n))
     return front.undominated(tuple(found))

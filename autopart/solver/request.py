@@ -26,6 +26,9 @@ LEAN = ("1f1b", "v1f1b", "vhalf", "vmin", *(f"{name}(chunks={v})" for v in (3, 4
 """Of the schedules that are searched, those which hold little, for each number of stages a rank: they say whether
 something fits."""
 
+MOST_DEVICES = 10**6
+"""What is more is taken for a mistake."""
+
 FORWARDS_FIRST = ("gpipe", "2bp-gpipe", "bfs", "bfs(chunks=3)", "bfs(chunks=4)")
 """The schedules that are searched for steps without a loss."""
 
@@ -297,9 +300,13 @@ def _ratio(value: float) -> float:
 
 
 def _devices(devices: int | None, cluster: Cluster | None, mesh: Mesh | None) -> int:
+    if devices is not None:
+        whole("devices", devices)
+    count = devices or (mesh.size if mesh is not None else cluster.devices if cluster else 1)
+    if count > MOST_DEVICES:
+        raise ValueError(f"devices: {count:,} are more than the {MOST_DEVICES:,} that plans are made for")
     if devices is None:
-        return mesh.size if mesh is not None else cluster.devices if cluster else 1
-    whole("devices", devices)
+        return count
     if mesh is not None and mesh.size != devices:
         raise ValueError(f"mesh: {mesh} has {mesh.size} ranks, but there are {devices} devices")
     if cluster and devices > cluster.devices:
