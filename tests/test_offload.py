@@ -16,12 +16,15 @@ from hypothesis import strategies as st
 from torch import nn
 
 import autopart
+from autopart.api.compiler import sampled, solve
+from autopart.capture import NO_TARGET
 from autopart.cluster import Cluster
 from autopart.errors import PlanInfeasible
 from autopart.ir.calculus import HOST
 from autopart.ir.cost import SegmentNumbers
 from autopart.ir.placement import PRESETS, Mode, Modes, Placement, offloading
 from autopart.ir.plan import Plan
+from autopart.passes.segment import segment
 from autopart.solver import choose
 from autopart.solver.memory import MemoryModel, exchanges, hosted
 from tests.oracle import every_split, stage_bytes, step_seconds
@@ -178,8 +181,9 @@ def test_public_plans_are_counted_on_the_graph_and_refused_where_they_would_run(
     cluster = Cluster.preset("t4", per_node=2)
     pins: dict[str, Any] = {"loss_fn": torch.sum, "capture": "direct", "cluster": cluster}
     weights = 4 * 4 * (32 * 32 + 32)
+    segmented = segment(sampled(model, (x,), None, torch.sum, NO_TARGET, None, "exact", "direct"))
     for mesh, placement in (*(({"dp": 2}, each) for each in every_way()), ({"pp": 2}, Placement.offload())):
-        plan = autopart.plan(model, (x,), mesh=mesh, microbatches=2, placement=placement, **pins)
+        plan = solve(segmented, mesh=mesh, microbatches=2, placement=placement, cluster=cluster)
         away = placement.on("dp").on_host
         for rank, memory in enumerate(plan.prediction.memory):
             assert memory.host == weights // 2 * (3 if "gradients" in away else 2)

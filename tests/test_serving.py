@@ -198,6 +198,7 @@ def test_pins_of_a_front_and_what_is_refused() -> None:
     with pytest.raises(PlanInfeasible) as refusal:
         serve(gpt(), mesh={"dp": 4}, placement="ddp", memory="90MiB", **pins)
     assert refusal.value.core == ("mesh={'dp': 4}", "90.0 MiB per device")
+    assert not any(way.startswith("schedule") for way in refusal.value.ways)
     assert " optimizer" not in str(refusal.value) and any(way.startswith("mesh=") for way in refusal.value.ways)
 
 

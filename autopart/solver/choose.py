@@ -100,7 +100,7 @@ def choose(
     is told how many tensor degrees are done, of how many, and then how many settings.
 
     Raises ValueError or TypeError naming a bad argument; `PlanInfeasible` where nothing fits, with the stage that needs
-    most, by state, and single changes that make it fit.
+    most, by state, the pins that contradict each other, and single changes that make it fit.
     """
     if objective not in OBJECTIVES:
         raise ValueError(f"objective: {objective!r} is not known; one of {', '.join(OBJECTIVES)}")

@@ -101,7 +101,7 @@ def serve(
 
 
 def serving(request: Request) -> Request:
-    """The request for forwards alone: nothing is trained."""
+    """The request for forwards alone: nothing is trained, and no other schedule helps."""
     asked = tuple(rules for rules in request.placements if rules[-1][1] in KEPT) or request.placements
     variants = tuple(
         replace(
@@ -114,7 +114,7 @@ def serving(request: Request) -> Request:
         )
         for variant in request.variants
     )
-    return replace(request, placements=asked, variants=variants, free=False)
+    return replace(request, placements=asked, variants=variants, free=False, forwards_first=True)
 
 
 def front(space: Space, until: float, progress: Progress) -> tuple[list[Served], bool]:
