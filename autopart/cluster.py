@@ -13,11 +13,14 @@ from types import MappingProxyType
 
 from autopart.ir.document import Document
 
-VERSION = 1
+VERSION = 2
 """The version of the schema of a cluster's file."""
 
 LATENCY = 5e-6
 """Seconds per message over the links of presets: the order of what is measured, as the vendors publish none."""
+
+HOST = 16e9
+"""Bytes/s between a device and its host's memory, each way, where nothing else is said: 16 lanes of PCIe 3.0."""
 
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
@@ -42,17 +45,22 @@ def _positive(owner: str, field: str, value: object, *, or_zero: bool = False) -
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """One kind of device: bytes of memory, FLOP/s, bytes/s of its memory. ValueError names the field that is wrong."""
+    """One kind of device: bytes of memory, FLOP/s, bytes/s of its memory, and bytes/s to its host's, each way.
+
+    The last is 0 where the host's memory is the device's own. ValueError names the field that is wrong.
+    """
 
     name: str
     memory: int
     flops: float
     bandwidth: float
+    host: float = HOST
 
     def __post_init__(self) -> None:
         _whole("Device", "memory", self.memory)
         _positive("Device", "flops", self.flops)
         _positive("Device", "bandwidth", self.bandwidth)
+        _positive("Device", "host", self.host, or_zero=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +125,7 @@ class Cluster:
 
     Devices are numbered from 0, group by group and node by node. Groups of one node each give every pair of nodes a
     link of its own. The planner of today counts every device as the weakest one and every link as the slowest: those
-    are `memory`, `flops`, `bandwidth`, `link_bandwidth` and `link_latency`.
+    are `memory`, `flops`, `bandwidth`, `host`, `link_bandwidth` and `link_latency`.
 
     Raises ValueError, naming the field, for what cannot be.
     """
@@ -151,13 +159,14 @@ class Cluster:
         link_bandwidth: float,
         link_latency: float = LATENCY,
         name: str = "custom",
+        host: float = HOST,
     ) -> Cluster:
-        """Equal devices, each linked to each alike."""
+        """Equal devices, each linked to each alike, and by `host` bytes/s to the memory of its host."""
         _whole("Cluster", "devices", devices)
         _positive("Cluster", "link_bandwidth", link_bandwidth)
         _positive("Cluster", "link_latency", link_latency, or_zero=True)
         link = Link(link_bandwidth, link_latency)
-        return cls((Group(Device(name, memory, flops, bandwidth), 1, devices, link, link),), name=name)
+        return cls((Group(Device(name, memory, flops, bandwidth, host), 1, devices, link, link),), name=name)
 
     @classmethod
     def preset(cls, name: str, *, nodes: int = 1, per_node: int = 1) -> Cluster:
@@ -199,6 +208,11 @@ class Cluster:
     def bandwidth(self) -> float:
         """Bytes/s of the slowest memory."""
         return min(group.device.bandwidth for group in self.groups)
+
+    @property
+    def host(self) -> float:
+        """Bytes/s of the slowest link between a device and its host's memory; 0 where some device has none apart."""
+        return min(group.device.host for group in self.groups)
 
     @property
     def link_bandwidth(self) -> float:
@@ -265,25 +279,27 @@ def _document() -> Document[Cluster]:
     return Document(Cluster, "cluster", VERSION)
 
 
-def _preset(name: str, flops: float, memory: int, bandwidth: float, inside: float, between: float) -> Group:
-    return Group(Device(name, memory, flops, bandwidth), 1, 1, Link(inside), Link(between))
+def _preset(
+    name: str, flops: float, memory: int, bandwidth: float, host: float, inside: float, between: float
+) -> Group:
+    return Group(Device(name, memory, flops, bandwidth, host), 1, 1, Link(inside), Link(between))
 
 
 PRESETS: Mapping[str, Group] = MappingProxyType(
     {
         group.device.name: group
         for group in (
-            _preset("h100-80", 792.1e12, 80 * 10**9, 3.35e12, 450e9, 50e9),
-            _preset("h200", 794.5e12, 141 * 10**9, 4.8e12, 450e9, 50e9),
-            _preset("b200", 1745e12, 180 * 10**9, 7.7e12, 900e9, 50e9),
-            _preset("a100-80", 267.9e12, 80 * 10**9, 2.039e12, 300e9, 25e9),
-            _preset("a100-40", 267.9e12, 40 * 10**9, 1.555e12, 300e9, 25e9),
-            _preset("l40s", 362e12, 48 * 10**9, 864e9, 32e9, 25e9),
-            _preset("rtx4090", 165.2e12, 24 * 10**9, 1.008e12, 32e9, 12.5e9),
-            _preset("mi250x", 147e12, 64 * 10**9, 1.638e12, 50e9, 12.5e9),
-            _preset("mi300x", 781.9e12, 192 * 10**9, 5.3e12, 448e9, 50e9),
-            _preset("t4", 65e12, 16 * 10**9, 320e9, 16e9, 6.25e9),
-            _preset("cpu", 5e10, 16 * 2**30, 1e10, 2e9, 1e9),
+            _preset("h100-80", 792.1e12, 80 * 10**9, 3.35e12, 64e9, 450e9, 50e9),
+            _preset("h200", 794.5e12, 141 * 10**9, 4.8e12, 64e9, 450e9, 50e9),
+            _preset("b200", 1745e12, 180 * 10**9, 7.7e12, 64e9, 900e9, 50e9),
+            _preset("a100-80", 267.9e12, 80 * 10**9, 2.039e12, 32e9, 300e9, 25e9),
+            _preset("a100-40", 267.9e12, 40 * 10**9, 1.555e12, 32e9, 300e9, 25e9),
+            _preset("l40s", 362e12, 48 * 10**9, 864e9, 32e9, 32e9, 25e9),
+            _preset("rtx4090", 165.2e12, 24 * 10**9, 1.008e12, 32e9, 32e9, 12.5e9),
+            _preset("mi250x", 147e12, 64 * 10**9, 1.638e12, 36e9, 50e9, 12.5e9),
+            _preset("mi300x", 781.9e12, 192 * 10**9, 5.3e12, 64e9, 448e9, 50e9),
+            _preset("t4", 65e12, 16 * 10**9, 320e9, 16e9, 16e9, 6.25e9),
+            _preset("cpu", 5e10, 16 * 2**30, 1e10, 0.0, 2e9, 1e9),
         )
     }
 )
@@ -292,8 +308,9 @@ PRESETS: Mapping[str, Group] = MappingProxyType(
 FLOP/s are what large products of 16-bit matrices were measured to reach, where that is published: "maximum achievable
 matmul FLOPS" in S. Bekman, Machine Learning Engineering (accelerators), 60% to 86% of the vendors' dense peaks, which
 are 312e12 for an A100, 989.4e12 for H100 and H200, 2250e12, 191.5e12 (MI250X) and 1307.4e12 (MI300X). Those of the
-others are peaks. Bytes/s of a link are one direction. In order: FLOP/s, memory, its bandwidth, to a device of the node,
-to one of another node. Where a vendor's system has no adapter a device, that last one is assumed.
+others are peaks. Bytes/s of a link are one direction. In order: FLOP/s, memory, its bandwidth, to the host's memory
+(x16 of the PCIe of the data sheet), to a device of the node, to one of another node. Where a vendor's system has no
+adapter a device, that last one is assumed.
 
 * ``h100-80``, ``h200``: NVIDIA's data sheets of the H100 SXM and H200 SXM (NVLink 4: 900 GB/s, both directions); DGX
   H100 user guide: one 400 Gb/s port of InfiniBand a GPU.
@@ -302,11 +319,12 @@ to one of another node. Where a vendor's system has no adapter a device, that la
 * ``l40s``: NVIDIA's L40S data sheet (PCIe 4.0 x16); 200 Gb/s assumed.
 * ``rtx4090``: NVIDIA's Ada architecture paper, 16-bit with 32-bit accumulation (PCIe 4.0 x16); 100 Gb/s assumed.
 * ``mi250x``: one of the two dies that an AMD MI250X shows as devices: half of AMD's data sheet; 50 GB/s is one Infinity
-  Fabric link to a neighbour, 12.5 GB/s an eighth of the four Slingshot ports of a Frontier node (OLCF's user guide).
+  Fabric link to a neighbour, 36 GB/s that to the processor, 12.5 GB/s an eighth of the four Slingshot ports of a
+  Frontier node (OLCF's user guide).
 * ``mi300x``: AMD's MI300X data sheet (seven Infinity Fabric links of 128 GB/s, both directions); 400 Gb/s a device.
 * ``t4``: NVIDIA's T4 data sheet, 16-bit (PCIe 3.0 x16); 50 Gb/s assumed.
-* ``cpu``: the order of magnitude of one desktop core in 32 bits, with shared memory as the link; `autopart profile`
-  measures the machine at hand.
+* ``cpu``: the order of magnitude of one desktop core in 32 bits, with shared memory as the link, and no host apart;
+  `autopart profile` measures the machine at hand.
 """
 
 

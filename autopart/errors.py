@@ -15,7 +15,15 @@ class CaptureError(AutopartError):
 
 
 class PlanInfeasible(AutopartError):
-    """No plan satisfies the request; the message names what binds and what would lift it."""
+    """No plan satisfies the request; the message names what binds and what would lift it.
+
+    `core` has the fewest of the caller's pins that cannot be kept together, the memory limit last; `ways` the smallest
+    single changes that make it feasible, each as an argument, tried before it was named. Both are in the message.
+    """
+
+    def __init__(self, message: str, core: tuple[str, ...] = (), ways: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.core, self.ways = core, ways
 
 
 class VerificationError(AutopartError):

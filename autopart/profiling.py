@@ -82,6 +82,7 @@ def cluster(rates: list[Rates], memory: int) -> Cluster:
         memory=memory,
         flops=min(rate.flops for rate in rates),
         bandwidth=min(rate.bandwidth for rate in rates),
+        host=0.0,
         link_bandwidth=2 * (ranks - 1) / ranks * REDUCED / transfer,
         link_latency=small / (2 * (ranks - 1)),
         name="profiled",

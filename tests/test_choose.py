@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -185,6 +186,14 @@ BAD = [
     ({"stages": 0}, ValueError, "stages: must be at least 1"),
     ({"devices": 9}, ValueError, "devices: 9 asked for, but the cluster has 8"),
     ({"devices": 0}, ValueError, "devices: must be at least 1"),
+    (
+        {"devices": 10**15, "cluster": None},
+        ValueError,
+        "devices: 1,000,000,000,000,000 are more than the 1,000,000 that",
+    ),
+    ({"mesh": {"dp": 10**9}, "devices": None}, ValueError, "devices: 1,000,000,000 are more than"),
+    ({"memory": -1}, ValueError, "memory: must be at least 1 byte"),
+    ({"batch": -4}, ValueError, "batch: must be at least 1"),
     ({"devices": "4"}, TypeError, "devices: expected a whole number"),
     ({"batch": 0}, ValueError, "batch: must be at least 1"),
     (
@@ -198,7 +207,7 @@ BAD = [
     ({"placement": "zero9"}, ValueError, "placement: unknown preset 'zero9'"),
     ({"placement": 3}, TypeError, "placement: expected one of ddp"),
     ({"placement": {"h.*": {"tp": 1}}}, TypeError, "placement: expected one of ddp"),
-    ({"placement": Placement.offload()}, ValueError, "placement: offload is not planned yet"),
+    ({"placement": Placement.hsdp()}, ValueError, "placement: hsdp is not planned yet"),
     ({"placement": Placement((("tp", Modes()),))}, ValueError, "placement: tp:R/R/R/M is not planned yet"),
     ({"placement": "tp"}, ValueError, "placement: tp is not planned yet: .* known from Placement.costs"),
     (
@@ -256,8 +265,11 @@ def test_recomputation_by_name_or_where_nothing_fits_without() -> None:
     assert 0 < len(some.recompute) < len(layers), "no more than memory asks for"
     assert free.prediction.step_seconds < some.prediction.step_seconds < everything.prediction.step_seconds
     assert all(stage.total <= peak[1] for stage in some.prediction.memory)
-    with pytest.raises(PlanInfeasible, match=r"without recomputing: .* It fits with: .*recompute=True"):
+    with pytest.raises(PlanInfeasible, match=r"without recomputing: .* It fits with: recompute=\['h\.\d', ") as refusal:
         chosen(memory=peak[1], recompute=False)
+    assert chosen(memory=peak[1], recompute=eval(refusal.value.ways[0].removeprefix("recompute="))).recompute == (
+        some.recompute
+    )
     with pytest.raises(PlanInfeasible) as refusal:
         chosen(memory=peak[1] // 2)
     assert re.search(r"recomputing h\.0 [^:]*: stage", str(refusal.value))
@@ -369,18 +381,36 @@ def test_more_memory_is_never_worse(costs: list[SegmentCost], limit: int, more: 
 
 
 @settings(max_examples=15, deadline=None, derandomize=True)
-@given(small_models(), st.integers(10, 200), st.sampled_from([None, *PRESETS]), st.sampled_from([None, 1, 2]))
+@given(
+    small_models(),
+    st.integers(10, 200),
+    st.sampled_from([None, *PRESETS]),
+    st.sampled_from([None, 1, 2]),
+    st.sampled_from([None, {"dp": 2}]),
+)
 def test_every_way_out_is_one(
-    costs: list[SegmentCost], limit: int, placement: str | None, microbatches: int | None
+    costs: list[SegmentCost],
+    limit: int,
+    placement: str | None,
+    microbatches: int | None,
+    mesh: dict[str, int] | None,
 ) -> None:
+    again = [replace(cost, saved_bytes=0, backward_flops=cost.backward_flops + cost.forward_flops) for cost in costs]
     pins = {"placement": placement, "microbatches": microbatches, "memory": limit, "schedule": "gpipe"}
+    pins |= {"mesh": mesh, "recompute": False, "recomputed": again, "batch": 8, "devices": 2, "cluster": CLUSTER}
     try:
-        plan = choose(costs, batch=8, devices=2, cluster=CLUSTER, **pins)
+        plan = choose(costs, **pins)
     except PlanInfeasible as refusal:
-        for name, text in re.findall(
-            r"(placement|microbatches|schedule|memory)=('[^']*'|\d+)", str(refusal).split("fits with")[1]
-        ):
-            choose(costs, batch=8, devices=2, cluster=CLUSTER, **{**pins, name: eval(text)})
+        for way in refusal.ways:
+            if count := re.match(r"(\d+) such devices", way):
+                more = {
+                    "devices": int(count[1]),
+                    "cluster": Cluster.uniform(int(count[1]), 1000 * MIB, 1e9, 1e9, 1e8, 1e-6),
+                }
+            else:
+                name, value = way.removesuffix(" (to plan with; programs do not do it yet)").split("=", 1)
+                more = {name: eval(value)}
+            choose(costs, **{**pins, **more})
     else:
         assert all(memory.total <= limit for memory in plan.prediction.memory)
 

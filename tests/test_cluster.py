@@ -157,7 +157,7 @@ def test_clusters_are_saved_and_loaded(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
-        (["version"], 2, "cluster: cannot read schema version 2; this autopart reads 1"),
+        (["version"], 1, "cluster: cannot read schema version 1; this autopart reads 2"),
         (["schema"], "autopart.plan", "not a cluster: expected an object with schema 'autopart.cluster'"),
         (["more"], 1, "cluster: unknown field more"),
         (["cluster", "groups", 0, "nodes"], 0, r"cluster.groups\[0\]: Group: nodes must be a whole number"),

@@ -7,9 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
+import autopart
 from autopart.ir.mesh import Mesh
 from autopart.ir.placement import STRATEGIES, Placement
 from autopart.ir.plan import Plan, Prediction, Stage, StageMemory, first_match, stage_ranks
@@ -116,6 +119,16 @@ def test_files_round_trip(tmp_path: Path) -> None:
         (["plan", "prediction", "sent"], [[], []], "all 4 ranks"),
         (["plan", "prediction", "bubble"], "0.2", "plan.prediction.bubble: expected float"),
         (["plan", "prediction", "bubble"], float("nan"), "NaN is not a number"),
+        (
+            ["plan", "prediction", "bubble"],
+            0.1,
+            "changed since it was written: prediction.bubble; to change a plan, use",
+        ),
+        (["plan", "prediction", "memory", 1, "activations"], 1, "changed since it was written: prediction.memory;"),
+        (["plan", "optimality"], "optimal", "changed since it was written: optimality;"),
+        (["plan", "microbatches"], 2, "changed since it was written: microbatches;"),
+        (["digests", "batch"], "0", "changed since it was written: batch;"),
+        (["digests"], None, "changed since it was written: mesh.axes, stages, "),
     ],
 )
 def test_tampered_files_are_refused(path: list[str | int], value: object, message: str, tmp_path: Path) -> None:
@@ -192,3 +205,20 @@ def test_first_matching_pattern_holds_for_what_is_inside() -> None:
     assert example().placement_of("h.0.mlp") == Placement.fsdp()
     with pytest.raises(ValueError, match="no pattern matches 'x'"):
         first_match(rules[:2], "x")
+
+
+def test_a_plan_of_another_model_is_refused_with_what_differs() -> None:
+    x, pins = torch.randn(4, 8), {"loss_fn": torch.sum, "capture": "direct"}
+
+    def model(width: int = 8, layers: int = 2, dtype: torch.dtype = torch.float32) -> nn.Module:
+        return nn.Sequential(*(nn.Linear(8, width if i else 8, dtype=dtype) for i in range(layers)))
+
+    plan = autopart.plan(model(), (x,), **pins)
+    assert autopart.compile(model(), plan, (x,), **pins)
+    for other, sample, message in (
+        (model(width=9), x, "another model: shapes differ; plan again"),
+        (model(dtype=torch.float64), x.double(), "another model: dtypes differ; plan again"),
+        (model(layers=3), x, "another model: names and shapes and dtypes differ; it has 4 parameters, this one 6;"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            autopart.compile(other, plan, (sample,), **pins)

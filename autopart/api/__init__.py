@@ -1,6 +1,7 @@
 """The public functions: plans, programs, training loops, saving and loading."""
 
-from autopart.api.compiler import compile, pareto, plan
+from autopart.api.compiler import compile, plan
+from autopart.api.fronts import pareto
 from autopart.api.loop import train_loop
 from autopart.api.module import parallelize
 from autopart.api.saving import load, save

@@ -8,21 +8,38 @@ from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
 from autopart.ir.captured import Captured
+from autopart.ir.placement import executable
 from autopart.ir.plan import Plan, around
+
+WHAT = ("names", "shapes", "dtypes")
+"""Of what of the parameters a fingerprint has a hash."""
 
 
 def fingerprint(captured: Captured) -> str:
-    """A hash of the parameters' names, shapes and dtypes."""
-    parameters = [(item.target, item.value.shape, item.value.dtype) for item in captured.of_kind("parameter")]
-    kinds = {(shape, dtype): f"{shape} {dtype}" for _, shape, dtype in parameters}
-    text = "\n".join(sorted(f"{target} {kinds[shape, dtype]}" for target, shape, dtype in parameters))
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    """How many parameters there are, and a hash each of their names, of their shapes and of their dtypes, by name."""
+    named = sorted((item.target, item.value.shape, str(item.value.dtype)) for item in captured.of_kind("parameter"))
+    columns = ("\n".join(str(each[column]) for each in named) for column in range(len(WHAT)))
+    return "-".join([str(len(named)), *(hashlib.sha256(text.encode()).hexdigest()[:8] for text in columns)])
 
 
 def check_fingerprint(plan: Plan, captured: Captured) -> None:
-    """Refuse a plan that was made for another model."""
-    if plan.fingerprint not in ("", fingerprint(captured)):
-        raise ValueError("plan: it was made for another model (parameter names, shapes or dtypes differ); plan again")
+    """Refuse a plan that was made for another model, with what differs."""
+    found = fingerprint(captured)
+    if plan.fingerprint in ("", found):
+        return
+    (count, *ours), (before, *theirs) = found.split("-"), plan.fingerprint.split("-")
+    differ = [what for what, one, other in zip(WHAT, ours, theirs, strict=False) if one != other] or ["parameters"]
+    raise ValueError(
+        f"plan: it was made for another model: {' and '.join(differ)} differ"
+        + (f"; it has {before} parameters, this one {count}" if before != count and before.isdigit() else "")
+        + "; plan again"
+    )
+
+
+def check_executable(plan: Plan) -> None:
+    """Refuse a plan that keeps states where programs cannot keep them yet: on the host."""
+    for _, placement in plan.placements:
+        executable(placement)
 
 
 def check_cut(shares: Sequence[int], plan: Plan, least: int) -> None:

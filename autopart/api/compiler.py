@@ -11,7 +11,7 @@ import torch
 
 from autopart import capture as capturing
 from autopart.api import tensor
-from autopart.api.checks import check_cut, check_fingerprint, check_patterns, fingerprint
+from autopart.api.checks import check_cut, check_executable, check_fingerprint, check_patterns, fingerprint
 from autopart.api.options import SEMANTICS, one_of
 from autopart.api.plain import check_hooks
 from autopart.api.progress import shown
@@ -48,7 +48,6 @@ from autopart.passes.split_input import can_split
 from autopart.passes.unruled import unruled
 from autopart.passes.verify import verify
 from autopart.schedules.spell import AUTO, splits_output
-from autopart.solver import pareto as front
 from autopart.solver.choose import choose
 from autopart.solver.refine import reason, refine
 from autopart.solver.request import Pins
@@ -71,7 +70,7 @@ def captured_step(
 def solve(segmented: Segmented, *, batch: int | None = None, inputs: str = "global", **pins: Unpack[Pins]) -> Plan:
     """solve: the plan for a segmented step, with its predictions. `batch` is the whole one, by default the call's."""
     captured = segmented.captured
-    chosen = _best(segmented, batch or captured.batch, _fitting(captured, pins), inputs)
+    chosen = _best(segmented, batch or captured.batch, fitting(captured, pins), inputs)
     return _counted_on(segmented, chosen, inputs)
 
 
@@ -79,7 +78,7 @@ def _counted_on(segmented: Segmented, chosen: Plan, inputs: str) -> Plan:
     return predicted(segmented, replace(with_regions(chosen, segmented), inputs=inputs))
 
 
-def _fitting(captured: Captured, pins: Pins) -> Pins:
+def fitting(captured: Captured, pins: Pins) -> Pins:
     """The pins for a step. Raises ValueError where a pattern matches nothing, or its outputs rule a schedule out."""
     check_patterns(pins.get("placement"), captured)
     if not captured.deferred:
@@ -90,14 +89,19 @@ def _fitting(captured: Captured, pins: Pins) -> Pins:
 
 def _best(segmented: Segmented, batch: int, pins: Pins, inputs: str = "global") -> Plan:
     """The best plan, with tensors split inside segments where the mesh has an axis for that, or is free."""
-    return _choosing(segmented, batch, pins, inputs)(pins)
+    return choosing(segmented, batch, pins, inputs)(pins)
 
 
-def _choosing(segmented: Segmented, batch: int, pins: Pins, inputs: str = "global") -> Callable[[Pins], Plan]:
-    """What chooses a plan under these pins, or with another objective or memory; what segments cost is found once."""
+def costed(segmented: Segmented, batch: int, pins: Pins, inputs: str = "global") -> tuple[Sequence[Costed], Degrees]:
+    """What segments cost on the mesh that is pinned, or with nothing split, and what finds that of tensor degrees."""
     asked = tensor.asked(segmented.captured, batch, pins, inputs)
     degrees = tensor.degrees(segmented, batch, pins, inputs)
-    found: Sequence[Costed] = tensor.placements(segmented, asked) if asked else ((None, *tensor.costs_of(segmented)),)
+    return tensor.placements(segmented, asked) if asked else ((None, *tensor.costs_of(segmented)),), degrees
+
+
+def choosing(segmented: Segmented, batch: int, pins: Pins, inputs: str = "global") -> Callable[[Pins], Plan]:
+    """What chooses a plan under these pins, or with another objective or memory; what segments cost is found once."""
+    found, degrees = costed(segmented, batch, pins, inputs)
 
     def chosen(pins: Pins) -> Plan:
         kept: Pins = {**pins, "placement": tensor.without_tensors(pins.get("placement"))}
@@ -155,6 +159,7 @@ def planned(captured: Captured, *, batch: int | None = None, inputs: str = "glob
     if wanted or len(whole.stages) == 1 or whole.tensor is not None or objective != "time":
         return whole
     pins.pop("time_limit", None)
+    pins.pop("offload", None)  # where states are is chosen with the placement
     kept: Pins = {
         **pins,
         "mesh": whole.mesh,
@@ -180,7 +185,7 @@ def planned(captured: Captured, *, batch: int | None = None, inputs: str = "glob
 def _in_parts(captured: Captured, wanted: Sequence[str], batch: int | None, inputs: str, pins: Pins) -> Plan:
     """The plan with the output layer split over the pipeline ranks, and the input embedding too where it can be."""
     segmented = segment(captured, cuts=(*wanted, OUTPUT, INPUT))
-    chosen = _best(segmented, batch or captured.batch, _fitting(captured, pins))
+    chosen = _best(segmented, batch or captured.batch, fitting(captured, pins))
     if chosen.lookup and not can_split(segmented, chosen.mesh.degree("pp"), chosen.stages[0].segments):
         return solve(segment(captured, cuts=(*wanted, OUTPUT)), batch=batch, inputs=inputs, **pins)
     return _counted_on(segmented, chosen, inputs)
@@ -210,6 +215,7 @@ def lower(
     `fits` says whether the calls that the program is for have the microbatches that the plan is for (`Plan.fits`), by
     default whether its own batch has.
     """
+    check_executable(plan)
     _check_slices(segmented, plan)
     if plan.inputs == "local" and plan.mesh.degree("dp") > 1:
         check_sums(segmented.captured.inputs, segmented.captured.prologue)
@@ -268,9 +274,7 @@ def compile(
     cannot be captured or split, ValueError for a plan of another model or one that cuts the batch too small,
     VerificationError for a faulty program.
     """
-    captured = sampled(
-        model, args, kwargs, loss_fn=loss_fn, target=target, batch=batch, semantics=semantics, capture=capture
-    )
+    captured = sampled(model, args, kwargs, loss_fn, target, batch, semantics, capture)
     check_fingerprint(plan, captured)
     return lower(segment(captured, cuts=plan.cuts), plan)
 
@@ -290,64 +294,25 @@ def plan(
     """The plan for a training step of ``model(*args, **kwargs)``: what is not pinned is chosen.
 
     The pins are `cluster`, `devices`, `mesh`, `stages`, `placement`, `schedule`, `microbatches`, `memory` and
-    `recompute`; ``precision="mixed"`` counts 32-bit copies and moments of 16-bit parameters; `objective` is "time",
-    "memory" or "throughput_per_cost", and after `time_limit` seconds of search the best plan so far is returned; see
-    `solver.choose`. A free mesh may have an axis ``tp`` where a `cluster` is given. A search of more than a second
-    shows its progress on a terminal.
+    `recompute`. With ``offload=True`` the optimizer, or optimizer and gradients, may be on the hosts: to know what that
+    would hold and take, as programs do not do it yet. ``precision="mixed"`` counts 32-bit copies and moments of 16-bit
+    parameters; `objective` is "time", "memory" or "throughput_per_cost", and after `time_limit` seconds of search the
+    best plan so far is returned; see `solver.choose`. A free mesh may have an axis ``tp`` where a `cluster` is given. A
+    search of more than a second shows its progress on a terminal.
     No process group and no memory for weights is needed: parameters may be fake (with ``capture="direct"``). Raises
     PlanInfeasible, with what binds and what would lift it, where nothing fits; ValueError or TypeError for a bad
     argument.
     """
-    captured = sampled(
-        model, args, kwargs, loss_fn=loss_fn, target=target, batch=batch, semantics=semantics, capture=capture
-    )
+    captured = sampled(model, args, kwargs, loss_fn, target, batch, semantics, capture)
     with shown("planning") as progress:
         pins.setdefault("progress", progress)
         return planned(captured, **pins)
-
-
-def pareto(
-    model: torch.nn.Module,
-    args: tuple[Any, ...] = (),
-    kwargs: Mapping[str, Any] | None = None,
-    *,
-    n: int = 8,
-    objectives: tuple[str, str] = front.OBJECTIVES,
-    loss_fn: Callable[..., Any] | None = None,
-    target: Any = NO_TARGET,
-    batch: Mapping[str, int | None] | None = None,
-    semantics: str = "exact",
-    capture: str = "compile",
-    **pins: Unpack[Pins],
-) -> tuple[Plan, ...]:
-    """Up to `n` plans of which none is better than another in both predicted step time and peak memory, fastest first.
-
-    Everything else is as for `plan`, but that stages begin at whole segments. Raises what `plan` raises, and ValueError
-    for other `objectives` than ``("time", "memory")``.
-    """
-    front.check(n, objectives)
-    if "objective" in pins:
-        raise ValueError("objective: a front has two, `objectives`")
-    captured = sampled(
-        model, args, kwargs, loss_fn=loss_fn, target=target, batch=batch, semantics=semantics, capture=capture
-    )
-    segmented = segment(captured, cuts=named(pins.get("stages")))
-    kept = _fitting(captured, pins)
-    chosen = _choosing(segmented, captured.batch, kept)
-
-    def best(objective: str, limit: int | None) -> Plan:
-        memory = kept.get("memory") if limit is None else limit
-        return chosen({**kept, "objective": objective, "memory": memory})
-
-    found = (predicted(segmented, with_regions(each, segmented)) for each in front.front(best, n))
-    return front.undominated(tuple(found))
 
 
 def sampled(
     model: torch.nn.Module,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any] | None,
-    *,
     loss_fn: Callable[..., Any] | None = None,
     target: Any = NO_TARGET,
     batch: Mapping[str, int | None] | None = None,

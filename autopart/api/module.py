@@ -23,7 +23,7 @@ from autopart.ir.program import Program
 from autopart.runtime import loading
 from autopart.runtime.construction import Construction
 from autopart.runtime.report import Report
-from autopart.solver.request import Pinned
+from autopart.solver.presets import Pinned
 
 
 class Parallel(torch.nn.Module):
@@ -186,6 +186,7 @@ def parallelize(
     microbatches: int | None = None,
     memory: str | int | None = None,
     recompute: bool | Sequence[str] | None = None,
+    offload: bool = False,
 ) -> Any:
     """Train an ordinary module on many devices with an unchanged loop.
 
@@ -206,7 +207,7 @@ def parallelize(
     to fit, False for nothing. A `mesh` with an axis ``tp``, ``cp`` or ``ep`` splits the tensors inside layers;
     `placement` may then pin parameters there, such as ``{"*.up.weight": {"tp": autopart.Shard(0)}}``. A mesh that is
     not pinned may have a ``tp`` where a `cluster` is given. What the model puts into ``torch.utils.checkpoint`` is
-    recomputed in any case.
+    recomputed in any case. `offload` is refused as yet: `autopart.plan` alone counts with states on the host.
     `semantics` is "exact" (the whole batch on one device; what couples its samples is refused) or "accumulate" (a
     BatchNorm, say, sees a microbatch of one data rank, as in gradient accumulation). ``outputs="all"`` gives every rank
     the outputs beside the loss, whole (with inputs "local" those of its own samples); otherwise they are None where not
@@ -236,6 +237,7 @@ def parallelize(
         microbatches=microbatches,
         memory=memory,
         recompute=recompute,
+        offload=offload,
     )
     if model_or_class is None:
         return lambda target: _parallelized(target, options)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from autopart.api.checks import check_executable
 from autopart.cluster import Cluster
 from autopart.ir.action import Schedule
 from autopart.ir.mesh import Mesh
@@ -14,7 +15,8 @@ from autopart.ir.placement import Placement, executable
 from autopart.ir.plan import INPUTS, Plan
 from autopart.ir.program import Program
 from autopart.schedules import spell
-from autopart.solver.request import Pinned, Pins
+from autopart.solver.presets import Pinned
+from autopart.solver.request import Pins
 
 SEMANTICS = ("exact", "accumulate")
 """What a step means: the whole batch on one device, or that in slices whose losses are weighted and added up."""
@@ -43,6 +45,7 @@ class Options:
     microbatches: int | None = None
     memory: str | int | None = None
     recompute: bool | Sequence[str] | None = None
+    offload: bool = False
 
     def __post_init__(self) -> None:
         _whole("devices", self.devices)
@@ -72,8 +75,17 @@ class Options:
             self.axes()  # refuses unknown axes and sizes
         if self.mesh is not None and self.devices is not None and self.axes().size != self.devices:
             raise ValueError(f"mesh: {self.axes()} is {self.axes().size} devices, but devices={self.devices}")
-        if isinstance(self.placement, str):
-            executable(Placement.preset(self.placement))
+        values = self.placement.values() if isinstance(self.placement, Mapping) else (self.placement,)
+        for value in values:
+            if isinstance(value, str | Placement):
+                executable(Placement.preset(value) if isinstance(value, str) else value)
+        if self.given_plan is not None:
+            check_executable(self.given_plan)
+        if self.offload:
+            raise ValueError(
+                "offload: programs do not keep states on the host yet; autopart.plan(..., offload=True) says what that "
+                "would hold and take"
+            )
         if self.schedule is not None:
             spell(self.schedule)  # refuses what is neither a name nor a table
         if isinstance(self.stages, str | bool):

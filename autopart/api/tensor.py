@@ -23,7 +23,8 @@ from autopart.passes.places import at_place, check_places, likewise, takes_sampl
 from autopart.passes.recompute import recompute
 from autopart.solver.axis import WHOLE, Axis, linked
 from autopart.solver.place import Placed, front, place
-from autopart.solver.request import Pinned, Pins, pinned_mesh, whole
+from autopart.solver.presets import Pinned
+from autopart.solver.request import Pins, pinned_mesh, whole
 from autopart.solver.search import shapes
 from autopart.solver.tensor import Along, Pin
 from autopart.solver.variants import INSIDE, Costed, Degrees

@@ -7,8 +7,8 @@ Mehta, "Placement Semantics for Distributed Deep Learning" (arXiv 2601.02311).
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
@@ -64,6 +64,11 @@ class Modes:
         They are the same only where all devices compute the same: activations replicated, or gathered from parts.
         """
         return self.activations not in (Mode.REPLICATED, Mode.GATHERED)
+
+    @property
+    def on_host(self) -> tuple[str, ...]:
+        """The states that are on the host."""
+        return tuple(state for state in STATES if getattr(self, state) is Mode.OFFLOADED)
 
     @property
     def gathered(self) -> bool:
@@ -267,6 +272,10 @@ class Placement:
         for name in STRATEGIES:
             if self == Placement.preset(name):
                 return name
+        for name in PRESETS[1:]:  # on the host a state is in parts, as it is under these
+            for made in offloading(Placement.preset(name)):
+                if self == made:
+                    return f"{name} with {' and '.join(made.on('dp').on_host)} on the host"
         return ", ".join(f"{axis}:{modes}" for axis, modes in self.axes)
 
 
@@ -281,15 +290,33 @@ STRATEGIES = (*PRESETS, "hsdp", "tp", "pp", "ep", "offload")
 """All presets; what those that are not in `PRESETS` are for is to know their costs (`Placement.costs`)."""
 
 
-def executable(placement: Placement) -> Placement:
-    """The placement, if programs are written for its modes today; ValueError, with what it is good for, if not."""
-    known = [Placement.preset(name).on("dp") for name in PRESETS]
+def offloading(placement: Placement) -> Iterator[Placement]:
+    """The placement with the optimizer on the hosts of the data ranks, in parts, and with its gradients there too."""
+    for away in ({"optimizer": Mode.OFFLOADED}, {"optimizer": Mode.OFFLOADED, "gradients": Mode.OFFLOADED}):
+        others = tuple((axis, modes) for axis, modes in placement.axes if axis != "dp")
+        yield Placement((*others, ("dp", replace(placement.on("dp"), **away))))
+
+
+def planned(placement: Placement) -> Placement:
+    """The placement, if plans are made with its modes today; ValueError, with what it is good for, if not."""
+    presets = [Placement.preset(name) for name in PRESETS]
+    known = [each.on("dp") for preset in presets for each in (preset, *offloading(preset))]
     for axis, modes in placement.axes:
         if axis != "dp" or modes not in known:
             raise ValueError(
-                f"placement: {placement} is not planned yet: programs are written for {', '.join(PRESETS)} on dp; "
-                "what it would hold and send is known from Placement.costs"
+                f"placement: {placement} is not planned yet: plans are made with {', '.join(PRESETS)} on dp, and with "
+                "their optimizer on the host; what it would hold and send is known from Placement.costs"
             )
+    return placement
+
+
+def executable(placement: Placement) -> Placement:
+    """The placement, if programs are written for its modes today; ValueError, with what it is good for, if not."""
+    if away := planned(placement).on("dp").on_host:
+        raise ValueError(
+            f"placement: {placement} keeps {' and '.join(away)} on the host, which programs do not do yet: "
+            f"autopart.plan says what that would hold and take; to run, use {', '.join(PRESETS)}"
+        )
     return placement
 
 

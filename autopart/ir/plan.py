@@ -16,7 +16,7 @@ from autopart.ir.placement import Placement
 from autopart.ir.state import BUCKET
 from autopart.ir.tensor_plan import TensorPlan
 
-VERSION = 3
+VERSION = 4
 
 OUTPUT = "<output layer>"
 """Among the cuts of a segmented model: the last segment is the product with the vocabulary and what comes after it."""
@@ -48,6 +48,7 @@ class StageMemory:
     gradients: int = 0
     activations: int = 0  # those saved for backward, of all microbatches in flight at once
     transient: int = 0  # of the largest segment: gathered parameters, gradients not yet reduced, what is recomputed
+    host: int = 0  # on the host of each rank, and so no part of its total
 
     @property
     def total(self) -> int:
@@ -64,6 +65,7 @@ class Prediction:
     stage_seconds: tuple[float, ...]  # forward and backward of one microbatch, a stage; of an output layer, its part
     memory: tuple[StageMemory, ...]  # a stage
     sent: tuple[tuple[tuple[str, int], ...], ...] = ()  # a rank: (collective, bytes sent per step)
+    samples_per_second: float = 0.0  # of forwards alone, batches following each other without a pause; else 0
 
     @property
     def peak(self) -> int:
@@ -284,7 +286,7 @@ class Plan:
 
 
 def _document() -> Document[Plan]:
-    return Document(Plan, "plan", VERSION)
+    return Document(Plan, "plan", VERSION, sealed=True)
 
 
 def first_match(placements: tuple[tuple[str, Placement], ...], name: str) -> Placement:

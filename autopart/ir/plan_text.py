@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -82,10 +82,24 @@ def summary(plan: Plan) -> str:
         f"placement {rules(plan.placements)}",
         *([f"recompute {spans(plan.recompute, plan.segments)}"] if plan.recompute else []),
         *inside(plan),
+        *_on_host(plan),
         *(f"another copy of the model has its stages on the pipeline ranks {copy}" for copy in plan.mirrors),
-        f"predicted step {format_seconds(predicted.step_seconds)}, bubble {predicted.bubble:.1%}",
+        f"predicted step {format_seconds(predicted.step_seconds)}, bubble {predicted.bubble:.1%}"
+        + f", {predicted.samples_per_second:,.1f} samples/s with the pipeline full"
+        * bool(predicted.samples_per_second),
     ]
     return "\n".join([*head, *_table(rows), *_traffic(plan), f"optimality: {plan.optimality}"])
+
+
+def _on_host(plan: Plan) -> Iterator[str]:
+    """What is kept on the hosts."""
+    states = {state for _, placement in plan.placements for state in placement.on("dp").on_host}
+    if states:
+        most = max(memory.host for memory in plan.prediction.memory)
+        yield (
+            f"on the host {' and '.join(sorted(states, reverse=True))}: up to {format_bytes(most)} for each rank; "
+            "programs do not do that yet"
+        )
 
 
 def diff(plan: Plan, other: Plan) -> str:
@@ -122,9 +136,10 @@ def _flat(plan: Plan) -> dict[str, str]:
         facts[f"stage {number} ranks"] = _ranks(stage.ranks)
     facts["step seconds"] = repr(plan.prediction.step_seconds)
     facts["bubble"] = repr(plan.prediction.bubble)
+    facts["samples per second"] = repr(plan.prediction.samples_per_second)
     for number, memory in enumerate(plan.prediction.memory):
         facts[f"stage {number} seconds"] = repr(plan.prediction.stage_seconds[number])
-        facts |= {f"stage {number} {state} bytes": str(getattr(memory, state)) for state in STATES}
+        facts |= {f"stage {number} {state} bytes": str(getattr(memory, state)) for state in (*STATES, "host")}
     for rank, sent in enumerate(plan.prediction.sent):
         facts |= {f"rank {rank} {collective} bytes": str(count) for collective, count in sent}
     return facts | {f"note {number}": note for number, note in enumerate(plan.notes)}

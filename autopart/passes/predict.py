@@ -87,6 +87,7 @@ def _of_place(staged: Staged, scheduled: Scheduled, plan: Plan, shares: Shares, 
     at_once = {unit.name for unit in staged.state.units if unit.reduced_at_once(degree)}
     everywhere = tuple(_outputs(staged, mesh.size, shares))
     held = [stages_of(places, column) for column in range(len(rows))]
+    hosted = [_hosted(staged, column, degree, plan.microbatches) for column in range(len(rows))]
     known: dict[object, Sent] = {}
     for rank in ranks:
         here = mesh.coordinate(rank)
@@ -102,8 +103,16 @@ def _of_place(staged: Staged, scheduled: Scheduled, plan: Plan, shares: Shares, 
             calls += _counts(staged, degree) if plan.inputs == "local" and reads_prologue(staged, held[column]) else ()
             calls += _once(staged, scheduled, column, held[column], wires, degree)
             calls += _inside(staged, scheduled.table[column], sizes, mesh) if plan.inside > 1 else ()
-            known[key] = _added(_sends(staged, scheduled.table[column], sizes) // count, calls)
+            known[key] = (*_added(_sends(staged, scheduled.table[column], sizes) // count, calls), *hosted[column])
         yield known[key]
+
+
+def _hosted(staged: Staged, column: int, degree: int, microbatches: int) -> Sent:
+    """What a rank of a column and its host send each other, where the optimizer is there; part 0 has the most."""
+    units = [u for u in staged.state.on(column) if u.trainable and "optimizer" in u.modes.on_host]
+    away = [(unit.part_numel(0, degree) * unit.dtype.itemsize, "gradients" in unit.modes.on_host) for unit in units]
+    to_host = sum(nbytes * (microbatches if at_once else 1) for nbytes, at_once in away)
+    return (("to_host", to_host), ("from_host", sum(nbytes for nbytes, _ in away))) if away else ()
 
 
 def _inside(staged: Staged, row: Sequence[Action], sizes: Sequence[int], mesh: Mesh) -> Calls:
@@ -226,19 +235,31 @@ def _rank_memory(staged: Staged, scheduled: Scheduled, plan: Plan, column: int, 
         return (unit.part_numel(part, degree) if in_parts else unit.numel) * unit.dtype.itemsize
 
     trained = [unit for unit in units if unit.trainable]
-    parts = [(held(unit, unit.held_in_parts(degree)), unit.dtype.itemsize) for unit in trained]
-    updated = sum(nbytes for nbytes, _ in parts)
+    parts = [held(unit, unit.held_in_parts(degree)) for unit in trained]
+    updated = sum(parts)
+    states = {
+        "optimizer": [
+            optimizer_bytes(nbytes, unit.dtype.itemsize, plan.precision)
+            for nbytes, unit in zip(parts, trained, strict=True)
+        ],
+        "gradients": [held(unit, unit.reduced_at_once(degree)) for unit in trained],
+    }
+
+    def on(state: str, *, host: bool) -> int:
+        return sum(n for n, u in zip(states[state], trained, strict=True) if (state in u.modes.on_host) is host)
+
     sizes = pieces(samples, plan.microbatches) * _batches(scheduled, plan)
     numbers = {segment.body for stage in stages for segment in staged.stages[stage]}
     again = [recomputed(staged.segmented.bodies[number]) for number in numbers]
     return StageMemory(
         parameters=sum(held(unit, unit.gathered(degree)) for unit in units) + updated * _older(scheduled, plan, column),
-        optimizer=sum(optimizer_bytes(nbytes, itemsize, plan.precision) for nbytes, itemsize in parts),
-        gradients=sum(held(unit, unit.reduced_at_once(degree)) for unit in trained),
+        optimizer=on("optimizer", host=False),
+        gradients=on("gradients", host=False),
         activations=peak_activations(staged, scheduled, column, sizes, whole=degree * plan.microbatches == 1),
         transient=_transient(staged, scheduled, column, degree)
         + _padding(_completed(staged, scheduled, stages, degree), degree)
         + max((sum(value.nbytes(max(sizes)) for value in values) for values in again), default=0),
+        host=on("optimizer", host=True) + on("gradients", host=True),
     )
 
 
@@ -258,8 +279,9 @@ def _transient(staged: Staged, scheduled: Scheduled, column: int, degree: int) -
     Two buckets that are reduced follow each other within a microbatch, or from the end of a backward to the beginning
     of the rank's next one.
     """
-    if degree == 1:
-        return 0
+    if degree == 1:  # of gradients that go to the host, two units at a time
+        away = (unit for unit in staged.state.on(column) if unit.trainable and "gradients" in unit.modes.on_host)
+        return sum(sorted(unit.nbytes for unit in away)[-2:])
     ahead, reduced = 0, {}
     for stage in stages_of(scheduled.schedule.place, column):
         for kind in staged.kinds(stage):

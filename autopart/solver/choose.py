@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from math import inf
+from functools import partial
 from types import MappingProxyType
 
 from autopart.cluster import Cluster
@@ -20,10 +20,12 @@ from autopart.solver.certify import certify, many
 from autopart.solver.infeasible import infeasible
 from autopart.solver.joint import Best, Progress, best, leanest
 from autopart.solver.kinds import FEMTOSECONDS
+from autopart.solver.presets import Pinned
+from autopart.solver.question import Question, deadline, with_degrees
 from autopart.solver.reasons import notes, optimality, quality
-from autopart.solver.request import Pinned, Request, resolve
+from autopart.solver.request import Request
 from autopart.solver.schedule import Chosen, search
-from autopart.solver.search import Solved, check_schedule, exchanged_seconds, first_fit, flush, meshes, stage_seconds
+from autopart.solver.search import Solved, check_schedule, exchanged_seconds, first_fit, flush, stage_seconds
 from autopart.solver.space import Space
 from autopart.solver.split import solve_split
 from autopart.solver.variants import Costed, Degrees
@@ -49,6 +51,7 @@ def choose(
     microbatches: int | None = None,
     memory: str | int | None = None,
     recompute: bool | Sequence[str] | None = None,
+    offload: bool = False,
     recomputed: Sequence[SegmentCost] | None = None,
     optimizer_ratio: float = 2.0,
     precision: str | None = None,
@@ -86,7 +89,8 @@ def choose(
     pipeline ranks and microbatches they are. Memory is counted a
     segment at a time: a placement pattern holds for a segment if it matches its name or a module around it.
     `recompute` pins that: True, False, or modules whose segments are recomputed; `recomputed` has what every segment
-    costs when it is (by default as much as it does anyway).
+    costs when it is (by default as much as it does anyway). With `offload` the optimizer, or optimizer and gradients,
+    may be on the hosts, where that is fastest of what fits; programs do not do that yet.
     `optimizer_ratio` is bytes of optimizer state per byte of trainable parameter, of which `precision` is only noted in
     the plan. With a `mesh` that splits tensors inside segments the costs are those of one place, `tensor` is what was
     decided there, and `others` is what else comes into question: what is decided then, and what segments cost, plain
@@ -96,39 +100,43 @@ def choose(
     is told how many tensor degrees are done, of how many, and then how many settings.
 
     Raises ValueError or TypeError naming a bad argument; `PlanInfeasible` where nothing fits, with the stage that needs
-    most, by state, and single changes that make it fit.
+    most, by state, the pins that contradict each other, and single changes that make it fit.
     """
     if objective not in OBJECTIVES:
         raise ValueError(f"objective: {objective!r} is not known; one of {', '.join(OBJECTIVES)}")
-    if time_limit is not None and not time_limit > 0:
-        raise ValueError(f"time_limit: must be more than 0 seconds, not {time_limit}")
     began = time.monotonic()
-    deadline = began + (inf if time_limit is None else time_limit)
-    request = resolve(
+    until = deadline(began, time_limit)
+    question = Question(
         costs,
-        batch=batch,
-        cluster=cluster,
-        devices=devices,
-        mesh=mesh,
-        stages=stages,
-        placement=placement,
-        schedule=schedule,
-        microbatches=microbatches,
-        memory=memory,
-        recompute=recompute,
-        recomputed=recomputed,
-        optimizer_ratio=optimizer_ratio,
-        forwards_first=forwards_first,
-        tensor=tensor,
-        others=others,
-        degrees=degrees,
-        looks_up=looks_up,
+        devices,
+        {
+            "mesh": mesh,
+            "stages": stages,
+            "placement": placement,
+            "schedule": schedule,
+            "microbatches": microbatches,
+            "recompute": recompute,
+        },
+        {
+            "batch": batch,
+            "cluster": cluster,
+            "memory": memory,
+            "recomputed": recomputed,
+            "optimizer_ratio": optimizer_ratio,
+            "forwards_first": forwards_first,
+            "tensor": tensor,
+            "others": others,
+            "degrees": degrees,
+            "looks_up": looks_up,
+            "offload": offload,
+        },
     )
+    request = question.request()
     space = Space(request)
     if space.single:
-        space = Space(_with_degrees(request, deadline, progress))
+        space = Space(with_degrees(request, until, progress))
         check_schedule(space.request)
-        plan = _jointly(space, objective, deadline, progress)
+        plan = _jointly(space, objective, until, progress)
     else:
         check_schedule(request)
         if objective != "time":
@@ -137,45 +145,38 @@ def choose(
                 f"model; pin such a schedule, as 1f1b, not {written(request.schedules[0])}"
             )
         plan = _by_rule(request)
+    if plan is None:
+        nearest = space.request if space.single or not request.free else request.recomputing()
+        raise infeasible(nearest, question.given, partial(question.keeping, devices=request.devices))
     return replace(plan, precision=precision, fingerprint=fingerprint, took=time.monotonic() - began)
 
 
-def _with_degrees(request: Request, deadline: float, progress: Progress) -> Request:
-    """The request with what there is at every tensor degree that is looked at, or as many as there is time for."""
-    for done, degree in enumerate(request.degrees if request.wide else ()):
-        progress(done, len(request.degrees))
-        if time.monotonic() > deadline and next(meshes(request), None) is not None:
-            break
-        request = request.with_degree(degree)
-    return request
-
-
-def _jointly(space: Space, objective: str, deadline: float, progress: Progress) -> Plan:
-    """The best plan of a space."""
+def _jointly(space: Space, objective: str, until: float, progress: Progress) -> Plan | None:
+    """The best plan of a space, None if none fits."""
     request, what = space.request, OBJECTIVES[objective]
     if objective == "throughput_per_cost" and request.mesh is None:
-        space, found = _cheapest(space, deadline, progress)
+        space, found = _cheapest(space, until, progress)
     else:
         limit = min(request.memory, leanest(space, space.settings)[1]) if objective == "memory" else None
-        found = best(space, space.settings, limit=limit, deadline=deadline, progress=progress)
+        found = best(space, space.settings, limit=limit, deadline=until, progress=progress)
     if found is None:
-        raise infeasible(request)
+        return None
     afresh, solved = space.solved(found.setting, found.cut)
     text = quality(space, found, certified=_certified(solved), what=what)
     plan = _plan(afresh, solved, text, notes(afresh, Chosen(solved), what))
     _check(plan, space, found)
-    others = alternatives(space, found) if time.monotonic() < deadline else ()
+    others = alternatives(space, found) if time.monotonic() < until else ()
     return replace(plan, alternatives=others, facts=facts(space, found.setting))
 
 
-def _cheapest(space: Space, deadline: float, progress: Progress) -> tuple[Space, Best | None]:
+def _cheapest(space: Space, until: float, progress: Progress) -> tuple[Space, Best | None]:
     """The space of as many devices, or of fewer, whose best plan takes the least time of all of them together."""
     spaces = [
         Space(replace(space.request, devices=count))
         for count in range(1, space.request.devices + 1)
         if space.request.devices % count == 0
     ]
-    plans = ((each, best(each, each.settings, deadline=deadline, progress=progress)) for each in spaces)
+    plans = ((each, best(each, each.settings, deadline=until, progress=progress)) for each in spaces)
     found = [(each, plan) for each, plan in plans if plan is not None]
     # of equals the one with fewest devices, which is the first
     return min(found, key=lambda pair: pair[0].request.devices * pair[1].cut.step, default=(space, None))
@@ -203,14 +204,14 @@ def _certified(solved: Solved) -> bool:
     return True
 
 
-def _by_rule(request: Request) -> Plan:
-    """The plan by the stated rule: where ranks hold several stages, or the schedule is searched for."""
+def _by_rule(request: Request) -> Plan | None:
+    """The plan by the rule, where ranks hold several stages or the schedule is searched for; None if nothing fits."""
     solved = first_fit(request)
     if solved is None and request.free:
         request = request.recomputing()
         solved = first_fit(request)
     if solved is None:
-        raise infeasible(request)
+        return None
     chosen = search(request, solved) if request.searched else Chosen(solved)
     solved = replace(chosen.solved, split=certify(chosen.solved.problem, chosen.solved.split))
     text = "; ".join(filter(None, (optimality(solved), chosen.verdict)))

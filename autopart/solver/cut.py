@@ -319,8 +319,8 @@ def _neighbours(starts: tuple[int, ...], allowed: Sequence[int]) -> Iterator[tup
                 yield (*starts[:k], other, *starts[k + 1 :])
 
 
-def least_need(stages: Stages, pipe: Pipe) -> int:
-    """The smallest limit under which some split fits."""
+def within(stages: Stages, pipe: Pipe) -> Callable[[int], bool]:
+    """Whether some split fits a limit, as a function of that."""
     segments = stages.table.segments
     search = _Search(stages, pipe, inf)
 
@@ -336,7 +336,13 @@ def least_need(stages: Stages, pipe: Pipe) -> int:
             start = allowed[far - 1]
         return False
 
-    low, high = 0, sum(stages.need(k, 0, segments) for k in range(pipe.stages))
+    return fits
+
+
+def least_need(stages: Stages, pipe: Pipe) -> int:
+    """The smallest limit under which some split fits."""
+    fits = within(stages, pipe)
+    low, high = 0, sum(stages.need(k, 0, stages.table.segments) for k in range(pipe.stages))
     while low < high:
         middle = (low + high) // 2
         if fits(middle):

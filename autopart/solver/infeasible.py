@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from autopart.cluster import parse_bytes
@@ -11,17 +11,24 @@ from autopart.ir.placement import PRESETS, Placement
 from autopart.ir.plan_text import format_bytes, rules, schedule, span, spans
 from autopart.solver.chunks import least_limit
 from autopart.solver.joint import best, leanest
+from autopart.solver.pins import Asked, contradiction
 from autopart.solver.request import LEAN, Request
 from autopart.solver.search import Solved, best_split, candidates, first_fit, meshes, pose
-from autopart.solver.space import Space
+from autopart.solver.space import Space, roomy
 from autopart.solver.split import bottleneck
 
 MOST = 64
 """How many times as many devices are tried at most."""
 
+NAMED = 8
+"""How many layers are named at most, rather than all of them."""
 
-def infeasible(request: Request) -> PlanInfeasible:
-    """The error for a request without a plan: what the fullest stage of the nearest miss needs, and the ways out."""
+
+def infeasible(request: Request, given: Mapping[str, object], asked: Asked) -> PlanInfeasible:
+    """The error for a request without a plan: what the fullest stage of the nearest miss needs, and the ways out.
+
+    Which of the pins that are `given` contradict each other is found with `asked`: see `solver.pins`.
+    """
     afresh, nearest = nearest_miss(request)
     split, mesh, problem = nearest.split, nearest.candidate.mesh, nearest.problem
     cuts = [*split.starts, len(request.costs)]
@@ -39,8 +46,8 @@ def infeasible(request: Request) -> PlanInfeasible:
         ),
         (need.transient, "transient buffers"),
     ]
-    lifted = list(remedies(request, nearest))
-    ways = "; or ".join(text for text, _ in lifted) or "no single change of placement, microbatches, schedule or mesh"
+    core, lifted = contradiction(request, given, asked), tuple(remedies(request, nearest))
+    ways = "; or ".join(lifted) or "no single change of placement, microbatches, schedule or mesh"
     runs = ", ".join(span(request.names[cuts[k] : cuts[k + 1]]) for k in held)
     who = f"stage {stage}" if len(held) == 1 else f"the rank of stages {' and '.join(map(str, held))}"
     again = "everything" if request.recompute == afresh.recompute else spans(afresh.recompute, request.names)
@@ -51,14 +58,28 @@ def infeasible(request: Request) -> PlanInfeasible:
         f" {f'recomputing {again}' if afresh.recompute else 'without recomputing'}: {who} ({runs}) needs at least"
         f" {format_bytes(need.total)} = "
         + " + ".join(f"{format_bytes(size)} {what}" for size, what in parts if size)
-        + f".{_together([pin for _, pin in lifted if pin])} It fits with: {ways}."
-        + " With several copies of the model, other stages= may fit too." * bool(nearest.candidate.schedule.mirrors)
+        + f".{_together(request, core, tuple(given))} It fits with: {ways}."
+        + " With several copies of the model, other stages= may fit too." * bool(nearest.candidate.schedule.mirrors),
+        core,
+        lifted,
     )
 
 
-def _together(pins: list[str]) -> str:
-    """Which pins contradict each other: those of which either may stay if the other goes."""
-    return f" {' and '.join(pins[:2])} are each fine alone, but not together." if len(pins) > 1 else ""
+def _together(request: Request, core: tuple[str, ...], given: tuple[str, ...]) -> str:
+    """Which pins contradict each other within the memory limit, the last of the core."""
+    *pins, _ = core
+    if not given:
+        return ""
+    if not pins:
+        return f" Nothing fits on {request.devices} devices without {_and(given, 'or')} either."
+    if len(pins) == 1:
+        return f" {pins[0]} rules out what would fit."
+    each = "are each fine alone" if len(pins) == 2 else "are fine without any one of them"
+    return f" {_and(pins)} {each}, but not together."
+
+
+def _and(words: Sequence[str], word: str = "and") -> str:
+    return f" {word} ".join(filter(None, (", ".join(words[:-1]), words[-1])))
 
 
 def fits(request: Request) -> bool:
@@ -66,7 +87,7 @@ def fits(request: Request) -> bool:
     space = Space(request)
     if not space.single:
         return first_fit(request) is not None
-    return any(space.least(setting) <= request.memory for setting in space.settings)
+    return any(space.fits(setting, request.memory) for setting in space.settings)
 
 
 def nearest_miss(request: Request) -> tuple[Request, Solved]:
@@ -101,11 +122,12 @@ def _nearest_candidate(request: Request) -> Solved:
     return nearest
 
 
-def remedies(request: Request, nearest: Solved) -> Iterator[tuple[str, str]]:
-    """Single changes under which there is a plan, each the smallest of its kind, and the pin that it lifts."""
+def remedies(request: Request, nearest: Solved) -> Iterator[str]:
+    """Single changes under which there is a plan, each the smallest of its kind."""
     for kind in (
         _placements(request),
         _recompute(request),
+        _offload(request),
         _microbatches(request),
         _schedules(request),
         _stages(request),
@@ -113,58 +135,68 @@ def remedies(request: Request, nearest: Solved) -> Iterator[tuple[str, str]]:
         _tensors(request),
         _devices(request),
     ):
-        for text, pin, changed in kind:
+        for text, changed in kind:
             if fits(changed):
-                yield text, pin
+                yield text
                 break
     text, enough = _memory(nearest.problem.limit)
     if fits(replace(request, memory=enough)):
-        yield text, ""
+        yield text
 
 
-Changes = Iterator[tuple[str, str, Request]]
-"""The change as an argument, the pin that it lifts, and the request with it."""
+Changes = Iterator[tuple[str, Request]]
+"""The change as an argument, and the request with it."""
 
 
 def _placements(request: Request) -> Changes:
     if len(request.placements) == 1:
         for name in PRESETS[1:]:
-            changed = replace(request, placements=((("*", Placement.preset(name)),),))
-            yield f"placement={name!r}", f"placement={request.placements[0][-1][1]!s}", changed
+            yield f"placement={name!r}", replace(request, placements=((("*", Placement.preset(name)),),))
 
 
 def _recompute(request: Request) -> Changes:
-    if not request.free:
-        everything = request.recomputing()
-        if everything.recompute != request.recompute:
-            yield "recompute=True", f"recompute={list(request.recompute) or False}", everything
+    """The segments whose recomputation takes least, if stages may choose them; else all."""
+    if request.free:
+        return
+    free, everything = replace(request, free=True), request.recomputing()
+    space = Space(free)
+    found = best(space, space.settings) if space.single else None
+    if found is not None:
+        some, _ = space.solved(found.setting, found.cut)
+        if len(some.recompute) <= NAMED and some.recompute != everything.recompute:
+            yield f"recompute={list(some.recompute)}", some
+    if everything.recompute != request.recompute:
+        yield "recompute=True", everything
+
+
+def _offload(request: Request) -> Changes:
+    """The optimizer on the host, or gradients too, also where the search may not use it."""
+    if request.cluster.host and request.offloading() != request:
+        yield "offload=True (to plan with; programs do not do it yet)", request.offloading()
 
 
 def _microbatches(request: Request) -> Changes:
     if request.microbatches is not None and request.ranks is None:
         count, dp = request.microbatches * 2, request.mesh.degree("dp") if request.mesh else 1
         while count * dp <= request.batch:
-            pin = f"microbatches={request.microbatches}"
-            yield f"microbatches={count}", pin, replace(request, microbatches=count)
+            yield f"microbatches={count}", replace(request, microbatches=count)
             count *= 2
 
 
 def _schedules(request: Request) -> Changes:
     """1f1b, then those that hold less and less: v1f1b, vhalf, vmin."""
-    if not request.searched and not request.forwards_first:
+    if not request.searched and not request.forwards_first and next(roomy(request), None) is not None:
         for name in LEAN[:4]:
             if name != request.schedules[0]:
-                pin = f"schedule={schedule(request.schedules[0])!r}" if request.schedules[0] != LEAN[0] else ""
-                yield f"schedule={name!r}", pin, replace(request, schedules=(name,), ranks=None)
+                yield f"schedule={name!r}", replace(request, schedules=(name,), ranks=None)
 
 
 def _stages(request: Request) -> Changes:
     """Other numbers of stages, or the same number that may begin anywhere."""
     if request.mesh is None and request.stages is not None and request.ranks is None:
-        pin = f"stages={[request.names[i] for i in request.starts] or request.stages}"
         for count in range(1, min(request.devices, len(request.costs)) + 1):
             if request.devices % count == 0 and request.batch >= request.devices // count * (request.microbatches or 1):
-                yield f"stages={count}", pin, replace(request, stages=count, starts=())
+                yield f"stages={count}", replace(request, stages=count, starts=())
 
 
 def _mesh(request: Request) -> Changes:
@@ -183,8 +215,7 @@ def _tensors(request: Request) -> Changes:
 
 def _meshes(request: Request) -> Changes:
     for mesh in meshes(replace(request, mesh=None)):
-        pin = "" if request.mesh is None else f"mesh={dict(request.mesh.axes)}"
-        yield f"mesh={dict(mesh.axes)}", pin, replace(request, mesh=mesh)
+        yield f"mesh={dict(mesh.axes)}", replace(request, mesh=mesh)
 
 
 def _devices(request: Request) -> Changes:
@@ -195,7 +226,7 @@ def _devices(request: Request) -> Changes:
             changed = replace(request, devices=count)
             if next(iter(Space(changed).settings), None) is not None:
                 there = count <= request.cluster.devices
-                yield f"devices={count}" if there else f"{count} such devices", "", changed
+                yield f"devices={count}" if there else f"{count} such devices", changed
             count *= 2
 
 

@@ -76,6 +76,9 @@ def _order(setting: Setting, cut: Cut) -> tuple[object, ...]:
 
 def leanest(space: Space, settings: Iterable[Setting], *, recomputing: bool | None = None) -> tuple[Setting, int]:
     """Of some settings the one that fits the smallest limit, the preferred one of equals, and that limit."""
-    needs = [(space.least(each, recomputing=recomputing), each.preference, each) for each in settings]
-    need, _, setting = min(needs, key=lambda each: each[:2])
-    return setting, need
+    first, *others = sorted(settings, key=lambda each: each.preference)
+    found = first, space.least(first, recomputing=recomputing)
+    for setting in others:
+        if space.fits(setting, found[1] - 1, recomputing=recomputing):
+            found = setting, space.least(setting, recomputing=recomputing)
+    return found

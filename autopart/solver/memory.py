@@ -1,10 +1,11 @@
 """What a stage holds, by state, and the collectives that its placement implies: one rule a mode, for each segment.
 
 A state of |s| bytes takes |s| where it is replicated over N data ranks and ceil(|s| / N) where it is sharded, with or
-without gather. On top come the gathered parameters (sharded-with-gather) and the whole gradients before they are
-reduced to a part (sharded gradients) of the two segments of the stage that have most of these, as one is gathered or
-reduced beside the other; and the activations that one segment recomputes. Activations are what one microbatch saves,
-times those in flight. A parameter that several segments of a stage use is held once. A rank holds what its stages do.
+without gather; offloaded, it takes that on the host of each rank, and nothing here. On top come the gathered parameters
+(sharded-with-gather) and the whole gradients before they are reduced to a part (sharded gradients) or sent to the host,
+of the two segments of the stage that have most of these, as one is gathered or reduced beside the other; and the
+activations that one segment recomputes. Activations are what one microbatch saves, times those in flight. A parameter
+that several segments of a stage use is held once. A rank holds what its stages do.
 """
 
 from __future__ import annotations
@@ -63,17 +64,19 @@ class MemoryModel:
             sum(stage.gradients for stage in alone),
             max(sum(map(mul, moment, saved)) for moment in moments),
             sum(stage.transient for stage in alone),
+            sum(stage.host for stage in alone),
         )
 
     def stage(self, start: int, stop: int) -> StageMemory:
         """The memory of segments `start` to `stop` - 1 as one stage, its activations left out."""
-        held = [self.held(i, *self.own(i)) for i in range(start, stop)]
+        own = [(i, *self.own(i)) for i in range(start, stop)]
         first = {t.name: (i, t) for i in reversed(range(start, stop)) for t in self.segments[i].tied}
-        held += [self.held(i, t.nbytes, t.nbytes * t.trainable) for i, t in first.values()]
-        parameters, optimizer, gradients = (sum(column) for column in zip(*held, strict=True))
+        pieces = own + [(i, t.nbytes, t.nbytes * t.trainable) for i, t in first.values()]
+        parameters, optimizer, gradients = map(sum, zip(*(self.held(*piece) for piece in pieces), strict=True))
+        away = sum(self.away(i, trainable) for i, _, trainable in pieces)
         wire = sum(sorted(self.wire(i) for i in range(start, stop))[-2:])
         recomputed = max(self.segments[i].recomputed_bytes for i in range(start, stop))
-        return StageMemory(parameters, optimizer, gradients, 0, wire + recomputed)
+        return StageMemory(parameters, optimizer, gradients, 0, wire + recomputed, away)
 
     def resident(self) -> Rows:
         """The interval table: [i][j - i - 1] is the bytes of segments i to j - 1 as a stage, activations left out."""
@@ -109,14 +112,21 @@ class MemoryModel:
             self._part(trainable, modes.gradients),
         )
 
+    def away(self, i: int, trainable: int) -> int:
+        """Bytes on a rank's host of the optimizer and the gradients of a piece of segment i."""
+        sizes = {"optimizer": ceil(trainable * self.optimizer_ratio), "gradients": trainable}
+        return sum(-(-sizes[state] // self.degree) for state in self.modes[i].on_host)
+
     def _part(self, size: int, mode: Mode) -> int:
+        if mode is Mode.OFFLOADED:
+            return 0
         return size if mode is Mode.REPLICATED else -(-size // self.degree)
 
     def wire(self, i: int) -> int:
-        """The wire buffers of segment i: of two segments at a time, as one is gathered or reduced beside the other."""
-        if self.degree == 1:
-            return 0
+        """The wire buffers of segment i: of two segments at a time, as one is moved beside the other."""
         modes, segment = self.modes[i], self.segments[i]
+        if self.degree == 1:
+            return segment.trainable_bytes if "gradients" in modes.on_host else 0
         gathered = segment.parameter_bytes if modes.gathered else 0
         return gathered + (segment.trainable_bytes if modes.reduced_at_once else 0)
 
@@ -155,3 +165,15 @@ def exchanges(segment: SegmentNumbers, modes: Modes, microbatches: int) -> Itera
             yield "all_gather", segment.trainable_bytes, 1
     if segment.parameter_bytes and modes.gathered:
         yield "all_gather", segment.parameter_bytes, 2 * microbatches
+
+
+def hosted(segment: SegmentNumbers, modes: Modes, degree: int, microbatches: int) -> Iterator[tuple[str, int, int]]:
+    """What a rank and its host send each other of one segment in a step: (direction, bytes, times).
+
+    Gradients go there once they are reduced, with every microbatch if they are kept there; updated parameters come
+    back. As `ir.calculus` has it (ZeRO-Offload, arXiv 2101.06840).
+    """
+    if "optimizer" in modes.on_host and segment.trainable_bytes:
+        part = -(-segment.trainable_bytes // degree)
+        yield "to_host", part, microbatches if "gradients" in modes.on_host else 1
+        yield "from_host", part, 1

@@ -1,7 +1,8 @@
-"""A Pareto front of plans: step time against the memory of the fullest device.
+"""A Pareto front of plans: step time against the memory of the fullest device; for forwards alone see `serving`.
 
 Each plan is the fastest within some limit, and of equally fast ones the one that needs least, so none dominates
-another. The limits lie evenly between what the fastest plan of all needs and the least that any plan needs.
+another. The limits lie evenly between what the fastest plan of all needs and the least that any plan needs; where that
+makes fewer plans than wanted, those between them follow: where the front has no more, all of it.
 """
 
 from __future__ import annotations
@@ -13,13 +14,17 @@ from autopart.ir.plan import Plan
 from autopart.solver.request import whole
 
 OBJECTIVES = ("time", "memory")
+"""What is weighed of a training step, or of forwards alone."""
+
+FORWARDS = ("latency", "throughput")
+"""What is weighed of forwards alone."""
 
 
 def check(n: int, objectives: Sequence[str]) -> None:
     """TypeError or ValueError, naming the argument, for what is no front."""
     whole("n", n)
-    if sorted(objectives) != sorted(OBJECTIVES):
-        raise ValueError(f"objectives: {objectives!r} cannot be weighed yet, only {OBJECTIVES!r}")
+    if sorted(objectives) not in (sorted(OBJECTIVES), sorted(FORWARDS)):
+        raise ValueError(f"objectives: {objectives!r} cannot be weighed; either {OBJECTIVES!r}, or {FORWARDS!r}")
 
 
 def front(plan: Callable[[str, int | None], Plan], n: int) -> tuple[Plan, ...]:
@@ -37,7 +42,18 @@ def front(plan: Callable[[str, int | None], Plan], n: int) -> tuple[Plan, ...]:
         limit = most - step * (most - least) // (n - 1)
         if limit < found[-1].prediction.peak:
             found.append(_leaner(plan, plan("time", limit)))
-    return tuple(found)
+    return tuple(_filled(plan, found, n))
+
+
+def _filled(plan: Callable[[str, int | None], Plan], found: list[Plan], n: int) -> list[Plan]:
+    """Plans between neighbours, the fastest with less than the faster one needs, until there are `n` or no more."""
+    at = 0
+    while len(found) < n and at < len(found) - 1:
+        between = _leaner(plan, plan("time", found[at].prediction.peak - 1))
+        if between.prediction.peak > found[at + 1].prediction.peak:
+            found = [*found[: at + 1], between, *found[at + 1 :]]
+        at += 1
+    return found
 
 
 def _leaner(plan: Callable[[str, int | None], Plan], fast: Plan) -> Plan:

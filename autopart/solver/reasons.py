@@ -93,7 +93,7 @@ def optimality(solved: Solved) -> str:
 
 def notes(request: Request, chosen: Chosen, objective: str | None = None) -> tuple[str, ...]:
     """Where each choice comes from; `objective` says what was searched for jointly, None that a rule chose."""
-    candidate = chosen.solved.candidate
+    solved, candidate = chosen.solved, chosen.solved.candidate
     mesh, limit = candidate.mesh, format_bytes(request.memory)
     searched = "" if objective is None else f"of all that fit {limit} per device, searched jointly for the {objective}"
     if request.mesh is not None:
@@ -117,9 +117,17 @@ def notes(request: Request, chosen: Chosen, objective: str | None = None) -> tup
         *([_split_output(request.output.name, mesh.degree("pp"))] if request.output is not None else []),
         *([_split_input(request.lookup, mesh.degree("pp"))] if request.lookup is not None else []),
         f"recompute for memory {again}: " + (_why(bool(request.recompute), objective) if request.free else "pinned"),
+        *_on_host(solved),
         f"memory limit {limit} per device, optimizer state {request.optimizer_ratio:g} x the trainable parameters,"
         f" times of the {request.cluster.name} cluster at its rates",
     )
+
+
+def _on_host(solved: Solved) -> Iterator[str]:
+    """What the hosts have to do with it."""
+    most = max(need.host for need in solved.memory())
+    if most:
+        yield f"each device has up to {format_bytes(most)} on its host, where the optimizer steps: that is not counted"
 
 
 def _split_output(name: str, ranks: int) -> str:

@@ -15,26 +15,22 @@ from autopart.cluster import Cluster, parse_bytes
 from autopart.ir.action import Schedule
 from autopart.ir.cost import SegmentCost
 from autopart.ir.mesh import Mesh
-from autopart.ir.placement import PRESETS, Placement, executable
 from autopart.ir.tensor_plan import TensorPlan
 from autopart.schedules.lookups import looking_up
 from autopart.schedules.spell import AUTO, is_table, splits_output
 from autopart.solver.counts import WHOLE, check_counts
+from autopart.solver.presets import Pinned, Rules, alternatives, check_host, offloaded
 from autopart.solver.variants import INSIDE, Costed, Degrees, Variant
-
-Rules = tuple[tuple[str, Placement], ...]
-"""(pattern, placement), the first match holds; the last pattern is '*'."""
 
 LEAN = ("1f1b", "v1f1b", "vhalf", "vmin", *(f"{name}(chunks={v})" for v in (3, 4) for name in ("interleaved", "bfs")))
 """Of the schedules that are searched, those which hold little, for each number of stages a rank: they say whether
 something fits."""
 
+MOST_DEVICES = 10**6
+"""What is more is taken for a mistake."""
+
 FORWARDS_FIRST = ("gpipe", "2bp-gpipe", "bfs", "bfs(chunks=3)", "bfs(chunks=4)")
 """The schedules that are searched for steps without a loss."""
-
-
-Pinned = str | Placement | Mapping[str, str | Placement | Mapping[str, object]] | None
-"""A `placement` pin: a placement, or by pattern placements and, for tensors, a Shard or Replicate by axis."""
 
 
 class Pins(TypedDict, total=False):
@@ -49,6 +45,7 @@ class Pins(TypedDict, total=False):
     microbatches: int | None
     memory: str | int | None
     recompute: bool | Sequence[str] | None
+    offload: bool
     precision: str | None
     objective: str
     time_limit: float | None
@@ -131,6 +128,19 @@ class Request:
             return self.stages <= stages
         return self.stages in (None, stages)
 
+    def placements_on(self, dp: int) -> tuple[Rules, ...]:
+        """The placements that differ on so many data ranks: on a single one, by what is on the host only."""
+        if dp > 1:
+            return self.placements
+        known: dict[object, Rules] = {}
+        for rules in self.placements:
+            known.setdefault(tuple((pattern, each.on("dp").on_host) for pattern, each in rules), rules)
+        return tuple(known.values())
+
+    def offloading(self) -> Request:
+        """The request with each placement also with the optimizer on the host, and with its gradients there too."""
+        return replace(self, placements=offloaded(self.placements))
+
     def samples(self, mesh: Mesh, microbatches: int) -> int:
         """The samples of the largest of so many microbatches of each data rank."""
         return -(-self.batch // (mesh.degree("dp") * microbatches))
@@ -187,6 +197,7 @@ def resolve(
     others: Sequence[Costed] = (),
     degrees: Degrees = MappingProxyType({}),
     looks_up: bool = False,
+    offload: bool = False,
 ) -> Request:
     """The request behind the arguments of `choose`; ValueError or TypeError names the argument that is wrong."""
     costs, again, output, lookup = _on_stages(costs, recomputed, parted=splits_output(schedule), looks_up=looks_up)
@@ -204,6 +215,10 @@ def resolve(
     fixed = schedule if isinstance(schedule, Schedule) else schedules.read(text) if is_table(text) else None
     if fixed is not None:
         microbatches = _agreed(fixed, pinned, microbatches)
+    placements = alternatives(placement)
+    if not isinstance(offload, bool):
+        raise TypeError(f"offload: expected True or False, not {offload!r}")
+    check_host(cluster, placements, offload=offload)
     variant = partial(Variant.of, wanted=wanted, everything=recompute is True, batch=batch)
     request = Request(
         variants=(variant((tensor, costs, again)), *map(variant, others)),
@@ -213,7 +228,7 @@ def resolve(
         mesh=pinned,
         stages=number,
         starts=starts,
-        placements=_placements(placement),
+        placements=offloaded(placements) if offload else placements,
         schedules=(text,) if text != AUTO else FORWARDS_FIRST if forwards_first else LEAN,
         microbatches=microbatches,
         memory=cluster.memory if memory is None else parse_bytes(memory),
@@ -285,9 +300,13 @@ def _ratio(value: float) -> float:
 
 
 def _devices(devices: int | None, cluster: Cluster | None, mesh: Mesh | None) -> int:
+    if devices is not None:
+        whole("devices", devices)
+    count = devices or (mesh.size if mesh is not None else cluster.devices if cluster else 1)
+    if count > MOST_DEVICES:
+        raise ValueError(f"devices: {count:,} are more than the {MOST_DEVICES:,} that plans are made for")
     if devices is None:
-        return mesh.size if mesh is not None else cluster.devices if cluster else 1
-    whole("devices", devices)
+        return count
     if mesh is not None and mesh.size != devices:
         raise ValueError(f"mesh: {mesh} has {mesh.size} ranks, but there are {devices} devices")
     if cluster and devices > cluster.devices:
@@ -351,27 +370,6 @@ def _recompute(pin: bool | Sequence[str] | None, names: list[str]) -> tuple[str,
             )
         wanted.update(found)
     return tuple(name for name in names if name in wanted)
-
-
-def _placements(pin: Pinned) -> tuple[Rules, ...]:
-    presets = tuple(Placement.preset(name) for name in PRESETS)
-    if pin is None:
-        return tuple((("*", preset),) for preset in presets)
-    if not isinstance(pin, Mapping):
-        return ((("*", _placement(pin)),),)
-    rules = tuple((pattern, _placement(value)) for pattern, value in pin.items() if pattern != "*")
-    if not all(isinstance(pattern, str) for pattern, _ in rules):
-        raise TypeError(f"placement: patterns must be module or parameter names, not {[p for p, _ in rules]}")
-    rest = (_placement(pin["*"]),) if "*" in pin else presets
-    return tuple((*rules, ("*", preset)) for preset in rest)
-
-
-def _placement(value: object) -> Placement:
-    if isinstance(value, str):
-        value = Placement.preset(value)
-    if not isinstance(value, Placement):
-        raise TypeError(f"placement: expected one of {', '.join(PRESETS)} or a Placement, not {value!r}")
-    return executable(value)
 
 
 def _check_inside(request: Request) -> None:

@@ -13,7 +13,7 @@ The innermost choice varies first: sharding a state is tried before cutting the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise, product
 
@@ -27,7 +27,8 @@ from autopart.solver.axis import linked
 from autopart.solver.chunks import solve_chunks
 from autopart.solver.kinds import FEMTOSECONDS, Kinds, handed, numbered
 from autopart.solver.memory import MemoryModel, in_flight
-from autopart.solver.request import Request, Rules
+from autopart.solver.presets import Rules
+from autopart.solver.request import Request
 from autopart.solver.split import Moment, Split, SplitProblem, solve_split
 from autopart.solver.timing import action_seconds, exchange_seconds, output_seconds, segment_seconds, timeline
 
@@ -83,10 +84,10 @@ class Solved:
         return max(need.total for need in self.memory())
 
 
-def candidates(request: Request) -> Iterator[Candidate]:
-    """Every setting that the pins allow, in the order of preference."""
-    for mesh in meshes(request):
-        alternatives = request.placements if mesh.degree("dp") > 1 else request.placements[:1]
+def candidates(request: Request, on: Iterable[Mesh] | None = None) -> Iterator[Candidate]:
+    """Every setting that the pins allow, in the order of preference; of some of the meshes `on` these only."""
+    for mesh in meshes(request) if on is None else on:
+        alternatives = request.placements_on(mesh.degree("dp"))
         for made in _schedules(request, mesh):
             moments = [in_flight(schedule) for _, schedule in made]
             for placements, ((text, schedule), held) in product(alternatives, zip(made, moments, strict=True)):
@@ -227,14 +228,18 @@ def exchanged_seconds(request: Request, solved: Solved) -> float:
 
 def first_fit(request: Request) -> Solved | None:
     """The first candidate with a split within the memory limit, None if there is none."""
-    for candidate in candidates(request):
-        model, problem = pose(request, candidate)
-        split = best_split(request, candidate, model, problem)
-        if split is not None:
-            solved = Solved(candidate, model, problem, split)
-            if not candidate.schedule.mirrors or solved.peak() <= problem.limit:
-                return solved
-    return None
+    found = (fitting(request, candidate) for candidate in candidates(request))
+    return next((solved for solved in found if solved is not None), None)
+
+
+def fitting(request: Request, candidate: Candidate) -> Solved | None:
+    """A candidate with its best split within the memory limit, None if there is none."""
+    model, problem = pose(request, candidate)
+    split = best_split(request, candidate, model, problem)
+    if split is None:
+        return None
+    solved = Solved(candidate, model, problem, split)
+    return solved if not candidate.schedule.mirrors or solved.peak() <= problem.limit else None
 
 
 def meshes(request: Request) -> Iterator[Mesh]:

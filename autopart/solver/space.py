@@ -3,7 +3,8 @@
     meshes        a pinned one; else all pp x dp, for each tensor degree tp that there are costs for, of as many devices
     tensors       the variants of what segments cost: the placements inside them that were found for the tensor degree
     microbatches  a pinned count; else the powers of two, four a stage, and single samples
-    placements    a pinned one; else ddp, zero1, zero2, fsdp (of an open pattern, for what it leaves open)
+    placements    a pinned one; else ddp, zero1, zero2, fsdp (of an open pattern, for what it leaves open); where the
+                  host may be used, these also with the optimizer there, and with optimizer and gradients
     recompute     as pinned; else any segments of each stage
     splits        all, into stages of whole segments that begin with one that has parameters, if there are enough
 
@@ -29,12 +30,13 @@ from autopart.ir.placement import Modes
 from autopart.ir.plan import first_match
 from autopart.solver.axis import linked
 from autopart.solver.counts import WHOLE
-from autopart.solver.cut import Cut, Found, Pipe, least_need, shortest
+from autopart.solver.cut import Cut, Found, Pipe, least_need, shortest, within
 from autopart.solver.flush import Flush
 from autopart.solver.holding import Holding
 from autopart.solver.kinds import FEMTOSECONDS, Costs, Kinds, Sums, Table
 from autopart.solver.memory import in_flight
-from autopart.solver.request import Request, Rules, inside
+from autopart.solver.presets import Rules
+from autopart.solver.request import Request, inside
 from autopart.solver.search import Candidate, Solved, meshes, pose
 from autopart.solver.split import evaluate
 from autopart.solver.stages import Stages
@@ -102,7 +104,7 @@ class Space:
         """Every setting that the pins allow."""
         found = []
         for mesh in meshes(self.request):
-            alternatives = self.request.placements if mesh.degree("dp") > 1 else self.request.placements[:1]
+            alternatives = self.request.placements_on(mesh.degree("dp"))
             if mesh.degree("pp") <= len(self.request.costs) and self.request.allows(mesh.degree("pp")):
                 found += [
                     Setting(mesh, count, rules, self.request.schedules[0], rank, variant)
@@ -288,6 +290,16 @@ class Space:
         """The smallest limit that a plan of the setting fits."""
         return least_need(self.stages(setting, None, recomputing=recomputing), self.pipe(setting))
 
+    def room(self, setting: Setting, limit: int) -> bool:
+        """Whether the ranks have, in the mean, room within a limit for what the setting holds beside activations."""
+        return self.holding(setting).resident(0, len(self.request.costs)) <= setting.mesh.degree("pp") * limit
+
+    def fits(self, setting: Setting, limit: int, *, recomputing: bool | None = None) -> bool:
+        """Whether some plan of the setting fits a limit."""
+        if not self.room(setting, limit):
+            return False
+        return within(self.stages(setting, None, recomputing=recomputing), self.pipe(setting))(limit)
+
     def peak(self, setting: Setting, cut: Cut) -> int:
         """The bytes of the fullest rank of a plan of a setting."""
         stages = self.stages(setting, None)
@@ -316,6 +328,19 @@ class Space:
         split = evaluate(problem, cut.starts)
         assert split is not None, f"internal error: {cut} does not fit when counted afresh"
         return request, Solved(candidate, model, problem, split)
+
+
+def roomy(request: Request) -> Iterator[Mesh]:
+    """The meshes on which the ranks have room for what is held beside activations, whatever the schedule."""
+    space = Space(request)
+    for mesh in meshes(request):
+        settings = (
+            Setting(mesh, 1, rules, "1f1b", variant=variant)
+            for rules in request.placements_on(mesh.degree("dp"))
+            for variant in request.variants_on(mesh)
+        )
+        if any(space.room(setting, request.memory) for setting in settings):
+            yield mesh
 
 
 def _flights(schedule: Schedule) -> tuple[int, ...]:

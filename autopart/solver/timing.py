@@ -7,7 +7,7 @@ through memory (norms, activations, sums) comes before or after it, on the same 
 
 Assumed, and stated so that a better model has something to beat: devices reach their rates; a message from rank to rank
 takes latency and bytes over bandwidth, and delays only what waits for it; the collectives of the data axis delay all,
-and so do those inside segments: nothing is computed meanwhile.
+and so do those inside segments and what goes to the host and back: nothing is computed meanwhile.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from autopart.ir.cost import PICO, SegmentNumbers
 from autopart.ir.placement import Modes
 from autopart.ir.traffic import sent_bytes
 from autopart.schedules import Timeline, simulate
-from autopart.solver.memory import exchanges
+from autopart.solver.memory import exchanges, hosted
 
 
 def segment_seconds(segment: SegmentNumbers, cluster: Cluster) -> tuple[float, float]:
@@ -82,11 +82,14 @@ def timeline(schedule: Schedule, seconds: Sequence[Mapping[str, float]], delay: 
 def exchange_seconds(
     segments: Sequence[SegmentNumbers], modes: Sequence[Modes], degree: int, microbatches: int, cluster: Cluster
 ) -> float:
-    """The time of the collectives of some segments on a data axis of `degree` ranks in a step."""
+    """The time in a step of the collectives of some segments on `degree` data ranks, and of what hosts send and get."""
+    pairs = list(zip(segments, modes, strict=True))
+    moved = sum(times * size for s, m in pairs for _, size, times in hosted(s, m, degree, microbatches))
+    away = moved / cluster.host if moved else 0.0
     if degree == 1:
-        return 0.0
-    calls = [call for s, m in zip(segments, modes, strict=True) for call in exchanges(s, m, microbatches)]
-    return sum(
+        return away
+    calls = [call for s, m in pairs for call in exchanges(s, m, microbatches)]
+    return away + sum(
         times * (cluster.link_latency + sent_bytes(collective, payload, degree) / cluster.link_bandwidth)
         for collective, payload, times in calls
     )
