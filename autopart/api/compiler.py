@@ -10,7 +10,7 @@ from typing import Any, Unpack
 import torch
 
 from autopart import capture as capturing
-from autopart.api import tensor
+from autopart.api import coupled, tensor
 from autopart.api.checks import check_cut, check_fingerprint, check_patterns, fingerprint
 from autopart.api.options import SEMANTICS, one_of
 from autopart.api.plain import check_hooks
@@ -62,16 +62,18 @@ def captured_step(
     target: bool,
     route: str,
     semantics: str = "exact",
+    *,
+    together: bool = False,
 ) -> Captured:
-    """capture and normalise."""
+    """capture and normalise; all samples may compute `together` where there is one microbatch."""
     made = capturing.capture(model, call, loss_fn=loss_fn, target=target, route=route)
-    return normalise(made, semantics=semantics)
+    return normalise(made, semantics=semantics, together=together)
 
 
 def solve(segmented: Segmented, *, batch: int | None = None, inputs: str = "global", **pins: Unpack[Pins]) -> Plan:
     """solve: the plan for a segmented step, with its predictions. `batch` is the whole one, by default the call's."""
     captured = segmented.captured
-    chosen = _best(segmented, batch or captured.batch, _fitting(captured, pins), inputs)
+    chosen = _best(segmented, batch or captured.batch, _fitting(captured, pins, batch, inputs), inputs)
     return _counted_on(segmented, chosen, inputs)
 
 
@@ -79,9 +81,14 @@ def _counted_on(segmented: Segmented, chosen: Plan, inputs: str) -> Plan:
     return predicted(segmented, replace(with_regions(chosen, segmented), inputs=inputs))
 
 
-def _fitting(captured: Captured, pins: Pins) -> Pins:
-    """The pins for a step. Raises ValueError where a pattern matches nothing, or its outputs rule a schedule out."""
+def _fitting(captured: Captured, pins: Pins, batch: int | None = None, inputs: str = "global") -> Pins:
+    """The pins for a step. Raises ValueError where a pattern matches nothing, or its outputs rule a schedule out.
+
+    What couples the samples of a batch has them on the mesh together.
+    """
     check_patterns(pins.get("placement"), captured)
+    if captured.coupled:
+        pins = coupled.together(pins, batch or captured.batch, inputs)
     if not captured.deferred:
         return pins
     check_deferred(pins.get("schedule"))
@@ -179,7 +186,7 @@ def planned(captured: Captured, *, batch: int | None = None, inputs: str = "glob
 def _in_parts(captured: Captured, wanted: Sequence[str], batch: int | None, inputs: str, pins: Pins) -> Plan:
     """The plan with the output layer split over the pipeline ranks, and the input embedding too where it can be."""
     segmented = segment(captured, cuts=(*wanted, OUTPUT, INPUT))
-    chosen = _best(segmented, batch or captured.batch, _fitting(captured, pins))
+    chosen = _best(segmented, batch or captured.batch, _fitting(captured, pins, batch, inputs))
     if chosen.lookup and not can_split(segmented, chosen.mesh.degree("pp"), chosen.stages[0].segments):
         return solve(segment(captured, cuts=(*wanted, OUTPUT)), batch=batch, inputs=inputs, **pins)
     return _counted_on(segmented, chosen, inputs)
@@ -210,7 +217,7 @@ def lower(
     default whether its own batch has.
     """
     _check_slices(segmented, plan)
-    if plan.inputs == "local" and plan.mesh.degree("dp") > 1:
+    if plan.inputs == "local" and plan.mesh.parts > 1:
         check_sums(segmented.captured.inputs, segmented.captured.prologue)
     (staged, *others), lowered = _staged(segmented, plan, state, fits)
     bodies = Bodies()
@@ -267,8 +274,9 @@ def compile(
     cannot be captured or split, ValueError for a plan of another model or one that cuts the batch too small,
     VerificationError for a faulty program.
     """
-    captured = _sampled(model, args, kwargs, loss_fn, target, batch, semantics, capture)
+    captured = _sampled(model, args, kwargs, loss_fn, target, batch, semantics, capture, together=plan.microbatches == 1)
     check_fingerprint(plan, captured)
+    coupled.check(captured, plan)
     return lower(segment(captured, cuts=plan.cuts), plan)
 
 
@@ -295,7 +303,8 @@ def plan(
     PlanInfeasible, with what binds and what would lift it, where nothing fits; ValueError or TypeError for a bad
     argument.
     """
-    captured = _sampled(model, args, kwargs, loss_fn, target, batch, semantics, capture)
+    together = coupled.may(pins.get("microbatches"))
+    captured = _sampled(model, args, kwargs, loss_fn, target, batch, semantics, capture, together=together)
     with shown("planning") as progress:
         pins.setdefault("progress", progress)
         return planned(captured, **pins)
@@ -323,7 +332,8 @@ def pareto(
     front.check(n, objectives)
     if "objective" in pins:
         raise ValueError("objective: a front has two, `objectives`")
-    captured = _sampled(model, args, kwargs, loss_fn, target, batch, semantics, capture)
+    together = coupled.may(pins.get("microbatches"))
+    captured = _sampled(model, args, kwargs, loss_fn, target, batch, semantics, capture, together=together)
     segmented = segment(captured, cuts=named(pins.get("stages")))
     kept = _fitting(captured, pins)
     chosen = _choosing(segmented, captured.batch, kept)
@@ -345,12 +355,14 @@ def _sampled(
     batch: Mapping[str, int | None] | None,
     semantics: str,
     capture: str,
+    *,
+    together: bool,
 ) -> Captured:
     """The step of a sample call."""
     one_of("semantics", semantics, SEMANTICS)
     check_hooks(model, "refuse")
     call = capturing.read(model, args, kwargs, batch=batch, target=target)
-    return captured_step(model, call, loss_fn, target is not NO_TARGET, capture, semantics)
+    return captured_step(model, call, loss_fn, target is not NO_TARGET, capture, semantics, together=together)
 
 
 def named(stages: int | Sequence[str] | None) -> tuple[str, ...]:
@@ -360,4 +372,4 @@ def named(stages: int | Sequence[str] | None) -> tuple[str, ...]:
 
 def _check_slices(segmented: Segmented, plan: Plan) -> None:
     if segmented.captured.training:
-        check_cut(pieces(plan.batch, plan.mesh.degree("dp")), plan, least_samples(segmented.captured))
+        check_cut(pieces(plan.batch, plan.mesh.parts), plan, least_samples(segmented.captured))

@@ -65,7 +65,7 @@ def of_state(captured: Captured, schedule: str, mesh: Mesh, microbatches: int, *
         "schedule": "1f1b",
     }
     if not overlaps(schedule):
-        size = -(-batch // (mesh.degree("dp") * microbatches))
+        size = -(-batch // (mesh.parts * microbatches))
         trained = executable(make(schedule, ranks=mesh.degree("pp"), microbatches=microbatches))
         kept["stages"], pieces = _with_front(captured, mesh, size, trained, kept)
         kept["schedule"] = _ordinary(trained, pieces)
@@ -221,7 +221,7 @@ def _holders(plan: Plan, front: int, state: State | None) -> list[int]:
 
 def _exchanged(plan: Plan, numbers: Sequence[SegmentNumbers], cluster: Cluster) -> float:
     """The seconds of a step's collectives on the data axis, which overlap nothing: those of the rank with most."""
-    degree, known = plan.mesh.degree("dp"), {each.name: each for each in numbers}
+    degree, known = plan.mesh.parts, {each.name: each for each in numbers}
     taken = [0.0] * plan.mesh.degree("pp")
     for stage, rank in zip(plan.stages, plan.place, strict=True):
         mine = [known[name] for name in stage.segments]

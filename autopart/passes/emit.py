@@ -45,7 +45,7 @@ def emit(
     assert all(kind in staged.kinds(stage) for stage, kind in computed), "backwards are cut as the schedule has them"
     bodies = bodies or Bodies()
     ranks, places = [], (staged, *others)
-    planned = [with_collectives(each, scheduled, mesh.degree("dp")) for each in places]
+    planned = [with_collectives(each, scheduled, mesh.parts) for each in places]
     for rank, text in enumerate(sources(places, scheduled, plan)):
         place = plan.place_inside(rank)
         actions = observe(text, rank, captured, places[place].state, plan, plan.batch, bodies).actions
@@ -63,7 +63,7 @@ def observe(
     text: str, rank: int, captured: Captured, state: State, plan: Plan, batch: int, bodies: Bodies
 ) -> Recording:
     """What one rank's text does for a whole batch of `batch` samples."""
-    parts, part = plan.mesh.degree("dp"), plan.mesh.coordinate(rank).get("dp", 0)
+    parts, part = plan.mesh.parts, plan.mesh.part(rank)
     mine = pieces(pieces(batch, parts)[part], plan.microbatches)
     # Data ranks run the same text but for its first line and their number.
     inside = plan.place_inside(rank)

@@ -70,7 +70,7 @@ def predict_traffic(
 
     `others` are the steps of the further places of the axes inside segments, of whose first one `staged` is.
     """
-    shares = shares or pieces(plan.batch, plan.mesh.degree("dp"))
+    shares = shares or pieces(plan.batch, plan.mesh.parts)
     sent: dict[int, Sent] = {}
     for place, each in enumerate((staged, *others)):
         ranks = [rank for rank in range(plan.mesh.size) if plan.place_inside(rank) == place]
@@ -80,7 +80,7 @@ def predict_traffic(
 
 def _of_place(staged: Staged, scheduled: Scheduled, plan: Plan, shares: Shares, ranks: Sequence[int]) -> Iterator[Sent]:
     """Bytes that each of these ranks sends, which all run their part of one step."""
-    mesh, degree, places = plan.mesh, plan.mesh.degree("dp"), scheduled.schedule.place
+    mesh, degree, places = plan.mesh, plan.mesh.parts, scheduled.schedule.place
     rows = with_collectives(staged, scheduled, degree)
     shared = [staged.shared(column) for column in range(len(rows))]
     wires = {unit.name: unit.wire_bytes(degree) for unit in staged.state.units}
@@ -89,8 +89,7 @@ def _of_place(staged: Staged, scheduled: Scheduled, plan: Plan, shares: Shares, 
     held = [stages_of(places, column) for column in range(len(rows))]
     known: dict[object, Sent] = {}
     for rank in ranks:
-        here = mesh.coordinate(rank)
-        column, part = here.get("pp", 0), here.get("dp", 0)
+        column, part = mesh.coordinate(rank).get("pp", 0), mesh.part(rank)
         across = tuple(_across_stages(shared[column], part, degree))
         key = column, shares[part], across
         if key not in known:
@@ -212,13 +211,13 @@ def predict_memory(
     yet sent or used. `transient` is the parameters of a segment that are gathered, with those of the next one, whole
     gradients on their way to become parts, and the activations that a backward recomputes.
     """
-    samples = (shares or pieces(plan.batch, plan.mesh.degree("dp")))[part]
+    samples = (shares or pieces(plan.batch, plan.mesh.parts))[part]
     columns = [_rank_memory(staged, scheduled, plan, column, part, samples) for column in range(len(scheduled.table))]
     return tuple(columns[column] for column in plan.place)
 
 
 def _rank_memory(staged: Staged, scheduled: Scheduled, plan: Plan, column: int, part: int, samples: int) -> StageMemory:
-    degree, stages = plan.mesh.degree("dp"), stages_of(scheduled.schedule.place, column)
+    degree, stages = plan.mesh.parts, stages_of(scheduled.schedule.place, column)
     units = staged.state.on(column)
 
     def held(unit: Unit, in_parts: bool) -> int:

@@ -41,8 +41,8 @@ class Residence:
         self, model: torch.nn.Module, transport: Transport, mesh: Mesh, state: State, tied: Mapping[str, str]
     ) -> None:
         self.transport, self.mesh, self.state, self.tied = transport, mesh, state, dict(tied)
-        self.degree = mesh.degree("dp")
-        self.part = mesh.coordinate(transport.rank).get("dp", 0)
+        self.degree = mesh.parts
+        self.part = mesh.part(transport.rank)
         self.column = mesh.coordinate(transport.rank).get("pp", 0)
         self.parameters = dict(model.named_parameters(remove_duplicate=False))
         self.whole: dict[str, torch.Tensor] = {}
@@ -77,7 +77,7 @@ class Residence:
 
     def _check_pieces(self) -> None:
         """Raise AutopartError unless the ranks that count have as many elements as each parameter. Collective."""
-        if not {axis for axis, size in self.mesh.axes if size > 1} - {"pp", "dp"}:
+        if not self.mesh.inside:
             return
         mine = {name: self._elements(name).count for name in self._homes if self.counts(name)}
         every = self.transport.all_gather_object(mine, self.everyone)

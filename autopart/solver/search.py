@@ -86,7 +86,7 @@ class Solved:
 def candidates(request: Request) -> Iterator[Candidate]:
     """Every setting that the pins allow, in the order of preference."""
     for mesh in meshes(request):
-        alternatives = request.placements if mesh.degree("dp") > 1 else request.placements[:1]
+        alternatives = request.placements if mesh.parts > 1 else request.placements[:1]
         for made in _schedules(request, mesh):
             moments = [in_flight(schedule) for _, schedule in made]
             for placements, ((text, schedule), held) in product(alternatives, zip(made, moments, strict=True)):
@@ -118,7 +118,7 @@ def numbers_of(costs: Sequence[SegmentCost], batch: int) -> tuple[SegmentNumbers
 
 def pose(request: Request, candidate: Candidate) -> tuple[MemoryModel, SplitProblem]:
     """The split problem of a candidate, its numbers those of the largest microbatch."""
-    dp = candidate.mesh.degree("dp")
+    dp = candidate.mesh.parts
     samples = request.samples(candidate.mesh, candidate.microbatches)
     halved = any(action.kind is Kind.I for _, action in candidate.schedule.actions())
     numbers = tuple(handed(n, halved) for n in numbers_of(request.at(candidate.variant).costs, samples))
@@ -247,7 +247,7 @@ def meshes(request: Request) -> Iterator[Mesh]:
         return
     for tp in dict.fromkeys(variant.degree for variant in request.variants):
         for mesh in shapes(request.devices, tp, len(request.costs)):
-            pp, enough = mesh.degree("pp"), request.batch >= mesh.degree("dp") * (request.microbatches or 1)
+            pp, enough = mesh.degree("pp"), request.batch >= mesh.parts * (request.microbatches or 1)
             if enough and request.ranks in (None, pp):
                 yield mesh
 
@@ -291,7 +291,7 @@ def _microbatches(request: Request, mesh: Mesh) -> Iterator[int]:
     if request.microbatches is not None:
         yield request.microbatches
         return
-    largest, pp = request.batch // mesh.degree("dp"), mesh.degree("pp")
+    largest, pp = request.batch // mesh.parts, mesh.degree("pp")
     count = min(largest, 4 * pp) if pp > 1 else 1
     while count < largest:
         yield count

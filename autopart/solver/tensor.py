@@ -170,6 +170,8 @@ class _Build:
         cuts, shards = self._candidates() if split else ([set[Cut]()] * len(self.nodes), {})
         options = [strategies(r, sorted(c, key=str), self.degree) for r, c in zip(self.ruled, cuts, strict=True)]
         options = options if split else [taken[:1] for taken in options]
+        if self.axis.by_samples:
+            options = [tuple(s for s in taken if s.cut is not None) or taken for taken in options]
         for other in self.others:
             options, shards = self._common(options, shards, other)
         pending = self._pending(options)
@@ -232,6 +234,8 @@ class _Build:
 
     def _comes_into_question(self, ruled: Ruled, cut: Cut) -> bool:
         assert ruled.rule is not None  # cuts are of its factors
+        if self.axis.by_samples:
+            return self.axis.divides and isinstance(ruled.rule.factors[cut.factor].size, Size)
         return self.axis.divides or not takes_samples(ruled.rule.factors, cut, self.degree)
 
     def _cuts(self, ruled: Ruled, key: str, shard: Shard) -> Iterator[Cut]:

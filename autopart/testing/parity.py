@@ -233,7 +233,7 @@ def _on_one_device(
     """A plain copy, fed in slices where each is to compute as if it were the batch."""
     if semantics != "accumulate":
         return copy.deepcopy(model)
-    degree, microbatches = program.plan.mesh.degree("dp"), program.plan.microbatches
+    degree, microbatches = program.plan.mesh.parts, program.plan.microbatches
     if (random := program.captured.of_kind("random")) and degree * microbatches > 1:
         raise ValueError(
             f"semantics: with 'accumulate' random operations ({random[0].target}) cannot be compared, since one device "
