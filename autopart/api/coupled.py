@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
-from autopart.errors import CaptureError
 from autopart.ir.captured import Captured
 from autopart.ir.mesh import Mesh
-from autopart.ir.placement import Modes, Placement
 from autopart.ir.plan import Plan
 from autopart.solver.request import Pinned, Pins, pinned_mesh
 
@@ -37,7 +34,7 @@ def together(pins: Pins, batch: int, inputs: str) -> Pins:
     """The pins under which all samples compute together: one microbatch, and a mesh whose ``dp`` is inside segments.
 
     On a free mesh all devices are on ``dp``, beside the pipeline ranks that the pinned stages take. Raises ValueError
-    where each rank passes its own samples, a placement shards over ``dp``, or that does not divide the batch.
+    where each rank passes its own samples, or ``dp`` does not divide the batch.
     """
     mesh = pinned_mesh(pins.get("mesh")) or _mesh(pins)
     size = mesh.degree("dp")
@@ -48,7 +45,6 @@ def together(pins: Pins, batch: int, inputs: str) -> Pins:
             "inputs: the call couples the samples of the batch, which is to be known on every rank then; pass the "
             "whole batch on each, inputs='global', or let each data rank compute on its own, semantics=\"accumulate\""
         )
-    _check_placement(pins.get("placement"))
     if batch % size:
         raise ValueError(
             f"batch: the call couples its {batch} samples, of which dp={size} is to have equal parts; make the plan "
@@ -64,17 +60,6 @@ def _mesh(pins: Pins) -> Mesh:
     if devices % count:
         raise ValueError(f"stages: {devices} devices cannot be divided into {count} equal stages; pin a mesh")
     return Mesh.of({"pp": count, "dp": devices // count} if count > 1 else {"dp": devices})
-
-
-def _check_placement(pin: Pinned) -> None:
-    for each in pin.values() if isinstance(pin, Mapping) else (pin,):
-        placement = Placement.preset(each) if isinstance(each, str) else each
-        if isinstance(placement, Placement) and placement.on("dp") != Modes():
-            raise ValueError(
-                f"placement: {placement} keeps parts of the training state on dp, which is not done yet where the call "
-                "couples the samples of the batch; placement='ddp', or let each data rank compute on its own, "
-                'semantics="accumulate"'
-            )
 
 
 def over(plan: Plan, pins: Pins) -> Pins:

@@ -221,7 +221,7 @@ def _holders(plan: Plan, front: int, state: State | None) -> list[int]:
 
 def _exchanged(plan: Plan, numbers: Sequence[SegmentNumbers], cluster: Cluster) -> float:
     """The seconds of a step's collectives on the data axis, which overlap nothing: those of the rank with most."""
-    degree, known = plan.mesh.parts, {each.name: each for each in numbers}
+    degree, known = plan.mesh.degree("dp"), {each.name: each for each in numbers}
     taken = [0.0] * plan.mesh.degree("pp")
     for stage, rank in zip(plan.stages, plan.place, strict=True):
         mine = [known[name] for name in stage.segments]

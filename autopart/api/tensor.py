@@ -13,7 +13,7 @@ from autopart.ir.captured import Captured
 from autopart.ir.cost import SegmentCost
 from autopart.ir.mesh import Mesh
 from autopart.ir.placed import PlacedStep
-from autopart.ir.placement import Replicate, Shard, TensorPlacement
+from autopart.ir.placement import Partial, Replicate, Shard, TensorPlacement
 from autopart.ir.plan import around
 from autopart.ir.segmented import Segmented
 from autopart.ir.state import State
@@ -249,7 +249,8 @@ def _parameters(segmented: Segmented, found: Placed) -> dict[str, TensorPlacemen
         if body.backward is not None:
             parts.append((body.backward.inputs, segment.backward_parameters))
             made = body.backward.outputs[len(segment.backward_outputs) :]
-            how |= dict(zip(segment.gradients, made, strict=True))
+            lie = (Replicate() if one == Partial() else one for one in made)  # a sum on the data axis
+            how |= dict(zip(segment.gradients, lie, strict=True))
         for inputs, targets in parts:
             how |= dict(zip(targets, inputs[len(inputs) - len(targets) :], strict=True))
     return how

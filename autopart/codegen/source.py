@@ -35,12 +35,12 @@ def sources(places: Sequence[Staged], scheduled: Scheduled, plan: Plan) -> Itera
 
 def code(staged: Staged, scheduled: Scheduled, plan: Plan, column: int) -> str:
     """What follows the header in the source of the ranks at place `column` on pp."""
-    degree, held = plan.mesh.parts, stages_of(scheduled.schedule.place, column)
+    degree, held = plan.mesh.degree("dp"), stages_of(scheduled.schedule.place, column)
     homes = staged.state.homes()
     layouts = {s: [layout(x, staged.segmented, homes, staged.kinds(s)) for x in staged.stages[s]] for s in held}
     text = bodies(item for s in held for item in layouts[s])
     local = plan.inputs == "local"
-    lines = [*_prologue(staged, held, local and degree > 1), *text.lines, *edges(staged, held)]
+    lines = [*_prologue(staged, held, local and plan.mesh.parts > 1), *text.lines, *edges(staged, held)]
     overlaps = scheduled.schedule.weights is not Weights.SYNC
     for s in held:
         completed = {} if overlaps else staged.completed(s, degree, scheduled.unfinished(s))
@@ -53,7 +53,7 @@ def code(staged: Staged, scheduled: Scheduled, plan: Plan, column: int) -> str:
             filled(staged, made, column, degree) if isinstance(made, Filled) else loop(staged, made, column, degree)
         )
     else:
-        lines += step(staged, scheduled, column, degree, local=local)
+        lines += step(staged, scheduled, column, degree, local=local, parts=plan.mesh.parts)
     return _joined(lines)
 
 

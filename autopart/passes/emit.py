@@ -45,7 +45,7 @@ def emit(
     assert all(kind in staged.kinds(stage) for stage, kind in computed), "backwards are cut as the schedule has them"
     bodies = bodies or Bodies()
     ranks, places = [], (staged, *others)
-    planned = [with_collectives(each, scheduled, mesh.parts) for each in places]
+    planned = [with_collectives(each, scheduled, mesh.degree("dp")) for each in places]
     for rank, text in enumerate(sources(places, scheduled, plan)):
         place = plan.place_inside(rank)
         actions = observe(text, rank, captured, places[place].state, plan, plan.batch, bodies).actions

@@ -24,7 +24,7 @@ def check_loop(staged: Staged, plan: Plan) -> None:
 
 
 def _faults(staged: Staged, plan: Plan) -> Iterator[str]:
-    captured, state, degree = staged.segmented.captured, staged.state, plan.mesh.parts
+    captured, state, degree = staged.segmented.captured, staged.state, plan.mesh.degree("dp")
     found = stream_of(plan)
     place = found.place if isinstance(found, Filled) else tuple(range(plan.mesh.degree("pp")))
     if plan.mirrors or plan.places(1, helpers=len(plan.helpers)) != place:

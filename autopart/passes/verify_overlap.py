@@ -42,7 +42,7 @@ def updates(text: Text, needed: Sequence[Needs], state: State, stream: Stream | 
     reduced over the data ranks, where there are several; one that trains nothing by design (of a front) never does.
     """
     contributions = check_contributions(text, needed, state)
-    degree, steps = text.mesh.parts, 0
+    degree, steps = text.mesh.degree("dp"), 0
     for stage in text.stages:
         units = sorted(needed[stage].contributions)
         events = [e for e in text.events if _concerns(e, stage, units)]

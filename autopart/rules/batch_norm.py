@@ -4,7 +4,7 @@ Every place gathers the means and variances of all; equally many samples have eq
 LeVeque 1979). Backward, two sums over the samples are all there is to tell.
 
     forward     mean = E_i[mean_i]    var = E_i[var_i] + Var_i[mean_i]    y = (x - mean) * invstd * weight + bias
-    backward    s = sum(dy)    t = sum(dy * (x - mean))    dw = t * invstd    db = s
+    backward    s = sum(dy)    t = sum(dy * (x - mean))    dw = t * invstd    db = s, of each place's samples a part
                 dx = (dy - s / n - (x - mean) * invstd**2 * t / n) * invstd * weight
 """
 
@@ -85,6 +85,11 @@ class _Norm:
         """One of two vectors."""
         return self.w(aten.select.int, pair, 0, number, like=self.vector)
 
+    def factor(self, scale: Value) -> Value:
+        """What the centred input is multiplied by, of each channel."""
+        refs = self.w.refs
+        return self.w(aten.mul.Tensor, self.cast(refs["weight"]), scale, like=scale) if "weight" in refs else scale
+
     def put(self, number: int, made: Value) -> None:
         """Let a value be result `number` of the call, if anything uses that."""
         out = self.w.outs[number] if number < len(self.w.outs) else None
@@ -107,9 +112,8 @@ def _forward(w: Writer, call: Call) -> None:
     variance = w(aten.add.Tensor, n.at(means, 1), n.at(between, 0), like=n.vector)
     shifted = w(aten.add.Tensor, variance, args["eps"], like=n.vector)
     scale = w(aten.rsqrt.default, shifted, like=n.vector)
-    factor = scale if "weight" not in w.refs else w(aten.mul.Tensor, n.cast(w.refs["weight"]), scale, like=n.vector)
     centred = w(aten.sub.Tensor, n.x, n.wide(mean), like=n.like)
-    y = w(aten.mul.Tensor, centred, n.wide(factor), like=n.like)
+    y = w(aten.mul.Tensor, centred, n.wide(n.factor(scale)), like=n.like)
     if "bias" in w.refs:
         y = w(aten.add.Tensor, y, n.wide(w.refs["bias"]), like=n.like)
     if "running_mean" in w.refs:
@@ -130,22 +134,20 @@ def _running(n: _Norm, call: Call, mean: Value, variance: Value) -> None:
 
 
 def _backward(w: Writer, call: Call) -> None:
-    n, dy = _Norm(w), w.refs["grad_out"]
-    dy, scale = n.cast(dy), n.cast(w.refs["save_invstd"])
+    n = _Norm(w)
+    dy, scale = n.cast(w.refs["grad_out"]), n.cast(w.refs["save_invstd"])
     centred = w(aten.sub.Tensor, n.x, n.wide(w.refs["save_mean"]), like=n.like)
     product = w(aten.mul.Tensor, dy, centred, like=n.like)
-    own = n.both(*(w(aten.sum.dim_IntList, x, n.dims, like=n.vector) for x in (dy, product)))
-    sums = w(operator("all_reduce"), own, w.axis, "sum", like=own)
-    plain, moment = n.at(sums, 0), n.at(sums, 1)
-    scaled = w(aten.mul.Tensor, moment, scale, like=n.vector)
+    plain, moment = (w(aten.sum.dim_IntList, x, n.dims, like=n.vector) for x in (dy, product))
     if w.outs[0] is not None:
-        slope = w(aten.div.Tensor, w(aten.mul.Tensor, scaled, scale, like=n.vector), n.count, like=n.vector)
-        shift = w(aten.div.Tensor, plain, n.count, like=n.vector)
-        dx = w(aten.sub.Tensor, dy, n.wide(shift), like=n.like)
+        own = n.both(plain, moment)
+        sums = w(operator("all_reduce"), own, w.axis, "sum", like=own)
+        means = w(aten.div.Tensor, sums, n.count, like=own)
+        slope = w(aten.mul.Tensor, n.at(means, 1), w(aten.mul.Tensor, scale, scale, like=n.vector), like=n.vector)
+        dx = w(aten.sub.Tensor, dy, n.wide(n.at(means, 0)), like=n.like)
         dx = w(aten.sub.Tensor, dx, w(aten.mul.Tensor, centred, n.wide(slope), like=n.like), like=n.like)
-        factor = scale if "weight" not in w.refs else w(aten.mul.Tensor, n.cast(w.refs["weight"]), scale, like=n.vector)
-        n.put(0, w(aten.mul.Tensor, dx, n.wide(factor), like=n.like))
-    n.put(1, scaled)
+        n.put(0, w(aten.mul.Tensor, dx, n.wide(n.factor(scale)), like=n.like))
+    n.put(1, w(aten.mul.Tensor, moment, scale, like=n.vector))
     n.put(2, plain)
 
 
@@ -154,6 +156,6 @@ NORMS: Mapping[str, Callable[[Call, Rule], Spread | None]] = {
         ("native_batch_norm", "_native_batch_norm_legit", "_native_batch_norm_legit_functional"),
         _spread(_forward, "training", (1, 2, 3, 4)),
     ),
-    "native_batch_norm_backward": _spread(_backward, "train", (1, 2)),
+    "native_batch_norm_backward": _spread(_backward, "train", ()),
 }
 """By the operator's name."""

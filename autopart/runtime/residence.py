@@ -41,8 +41,8 @@ class Residence:
         self, model: torch.nn.Module, transport: Transport, mesh: Mesh, state: State, tied: Mapping[str, str]
     ) -> None:
         self.transport, self.mesh, self.state, self.tied = transport, mesh, state, dict(tied)
-        self.degree = mesh.parts
-        self.part = mesh.part(transport.rank)
+        self.degree = mesh.degree("dp")
+        self.part = mesh.coordinate(transport.rank).get("dp", 0)
         self.column = mesh.coordinate(transport.rank).get("pp", 0)
         self.parameters = dict(model.named_parameters(remove_duplicate=False))
         self.whole: dict[str, torch.Tensor] = {}

@@ -26,8 +26,8 @@ class States:
     ) -> None:
         """From this rank's `parts` by parameter name, and the `whole` parameters that it keeps beside them."""
         self.mesh, self.rank = mesh, rank
-        self.degree = mesh.parts
-        self.part = mesh.part(rank)
+        self.degree = mesh.degree("dp")
+        self.part = mesh.coordinate(rank).get("dp", 0)
         self.units = {unit.name: unit for unit in held(state, mesh, rank)}
         self.gradients: dict[str, list[torch.Tensor | None]] = {}
         self._sums: dict[str, set[int]] = {}
@@ -44,10 +44,10 @@ class States:
 
         A piece of several runs is a copy: the optimizer of such a process updates the whole.
         """
-        part, units = mesh.part(rank), held(state, mesh, rank)
+        part, units = mesh.coordinate(rank).get("dp", 0), held(state, mesh, rank)
         here = {p.target: p.piece_of(whole[p.name]) for unit in units for p in unit.parameters}
         parts = {
-            p.target: cut(unit, p, here[p.target], part, mesh.parts) for unit in units for p in unit.parameters
+            p.target: cut(unit, p, here[p.target], part, mesh.degree("dp")) for unit in units for p in unit.parameters
         }
         return cls(state, mesh, rank, parts, here)
 
@@ -169,15 +169,15 @@ def elements(unit: Unit, parameter: Parameter, mesh: Mesh, rank: int) -> Element
     """What the user's Parameter has on a rank, of which `parameter` is the one in `unit`."""
     if mesh.coordinate(rank).get("pp", 0) not in unit.columns:
         return parameter.elements.cut(0, 0, 0)
-    if not unit.held_in_parts(mesh.parts):
+    if not unit.held_in_parts(mesh.degree("dp")):
         return parameter.elements
-    return parameter.elements.cut(0, *parameter.rows(mesh.part(rank), mesh.parts))
+    return parameter.elements.cut(0, *parameter.rows(mesh.coordinate(rank).get("dp", 0), mesh.degree("dp")))
 
 
 def counts(unit: Unit, parameter: Parameter, mesh: Mesh, rank: int) -> bool:
     """Whether what a rank has stands for itself in the world: each element does on the first rank that has it."""
     apart = {piece.axis for piece in parameter.pieces}
-    if unit.held_in_parts(mesh.parts):
+    if unit.held_in_parts(mesh.degree("dp")):
         apart.add("dp")
     home = {"pp": unit.columns[0]}
     return all(place == home.get(axis, 0) for axis, place in mesh.coordinate(rank).items() if axis not in apart)

@@ -86,7 +86,7 @@ class Solved:
 def candidates(request: Request) -> Iterator[Candidate]:
     """Every setting that the pins allow, in the order of preference."""
     for mesh in meshes(request):
-        alternatives = request.placements if mesh.parts > 1 else request.placements[:1]
+        alternatives = request.placements if mesh.degree("dp") > 1 else request.placements[:1]
         for made in _schedules(request, mesh):
             moments = [in_flight(schedule) for _, schedule in made]
             for placements, ((text, schedule), held) in product(alternatives, zip(made, moments, strict=True)):
@@ -118,7 +118,7 @@ def numbers_of(costs: Sequence[SegmentCost], batch: int) -> tuple[SegmentNumbers
 
 def pose(request: Request, candidate: Candidate) -> tuple[MemoryModel, SplitProblem]:
     """The split problem of a candidate, its numbers those of the largest microbatch."""
-    dp = candidate.mesh.parts
+    dp = candidate.mesh.degree("dp")
     samples = request.samples(candidate.mesh, candidate.microbatches)
     halved = any(action.kind is Kind.I for _, action in candidate.schedule.actions())
     numbers = tuple(handed(n, halved) for n in numbers_of(request.at(candidate.variant).costs, samples))

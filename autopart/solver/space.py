@@ -77,7 +77,7 @@ class Space:
         """Every setting that the pins allow."""
         found = []
         for mesh in meshes(self.request):
-            alternatives = self.request.placements if mesh.parts > 1 else self.request.placements[:1]
+            alternatives = self.request.placements if mesh.degree("dp") > 1 else self.request.placements[:1]
             if mesh.degree("pp") <= len(self.request.costs) and self.request.allows(mesh.degree("pp")):
                 found += [
                     Setting(mesh, count, rules, self.request.schedules[0], rank, variant)
@@ -181,7 +181,7 @@ class Space:
 
     def holding(self, setting: Setting) -> Holding:
         """What segments hold beside activations."""
-        dp = setting.mesh.parts
+        dp = setting.mesh.degree("dp")
         key = setting.variant, dp, setting.placements
         if key not in self._holdings:
             table = self.table(setting)
@@ -195,7 +195,7 @@ class Space:
         mesh, count = setting.mesh, setting.microbatches
         key = setting.variant, mesh, count, setting.placements
         if key not in self._exchanged:
-            dp, cluster = mesh.parts, linked(self.request.cluster, mesh, "dp")
+            dp, cluster = mesh.degree("dp"), linked(self.request.cluster, mesh, "dp")
             table, known = self.table(setting), dict[tuple[int, Modes], int]()
             pairs = list(zip(table.kinds, self.modes(setting), strict=True))
             for kind, modes in dict.fromkeys(pairs):
