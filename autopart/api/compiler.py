@@ -73,12 +73,14 @@ def captured_step(
 def solve(segmented: Segmented, *, batch: int | None = None, inputs: str = "global", **pins: Unpack[Pins]) -> Plan:
     """solve: the plan for a segmented step, with its predictions. `batch` is the whole one, by default the call's."""
     captured = segmented.captured
-    chosen = _best(segmented, batch or captured.batch, _fitting(captured, pins, batch, inputs), inputs)
+    with coupled.told(captured):
+        chosen = _best(segmented, batch or captured.batch, _fitting(captured, pins, batch, inputs), inputs)
     return _counted_on(segmented, chosen, inputs)
 
 
 def _counted_on(segmented: Segmented, chosen: Plan, inputs: str) -> Plan:
-    return predicted(segmented, replace(with_regions(chosen, segmented), inputs=inputs))
+    noted = coupled.noted(segmented.captured, with_regions(chosen, segmented))
+    return predicted(segmented, replace(noted, inputs=inputs))
 
 
 def _fitting(captured: Captured, pins: Pins, batch: int | None = None, inputs: str = "global") -> Pins:
@@ -274,7 +276,9 @@ def compile(
     cannot be captured or split, ValueError for a plan of another model or one that cuts the batch too small,
     VerificationError for a faulty program.
     """
-    captured = _sampled(model, args, kwargs, loss_fn, target, batch, semantics, capture, together=plan.microbatches == 1)
+    captured = _sampled(
+        model, args, kwargs, loss_fn, target, batch, semantics, capture, together=plan.microbatches == 1
+    )
     check_fingerprint(plan, captured)
     coupled.check(captured, plan)
     return lower(segment(captured, cuts=plan.cuts), plan)

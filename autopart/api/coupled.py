@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import replace
 
 from autopart.ir.captured import Captured
@@ -70,3 +72,28 @@ def over(plan: Plan, pins: Pins) -> Pins:
             tensors.setdefault(target, {})[each.axis] = how
     placement: Pinned = {**tensors, **dict(plan.placements)}
     return {**pins, "mesh": plan.mesh, "stages": plan.cuts or None, "placement": placement}
+
+
+def noted(captured: Captured, plan: Plan) -> Plan:
+    """The plan, saying why it has one microbatch, and what its ``dp`` does."""
+    if not captured.coupled:
+        return plan
+    why = f"microbatches 1: {_first_line(captured)}"
+    notes = tuple(why if note.startswith("microbatches 1:") else note for note in plan.notes)
+    more = ("dp splits samples inside layers: they compute together",) if plan.mesh.coupled else ()
+    return replace(plan, notes=(*notes, *more))
+
+
+@contextlib.contextmanager
+def told(captured: Captured) -> Iterator[None]:
+    """Errors of a search say why there is one microbatch."""
+    try:
+        yield
+    except Exception as error:
+        if captured.coupled:
+            error.add_note(f"There is one microbatch, as {_first_line(captured)}.")
+        raise
+
+
+def _first_line(captured: Captured) -> str:
+    return captured.coupled.partition("\n")[0].rstrip(".")

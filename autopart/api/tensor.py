@@ -147,7 +147,11 @@ def nested(segmented: Segmented, axis: Axis, found: Placed, rest: Sequence[Insid
     plans = [_planned(steps[0], axis, found)]
     for inside in rest:
         steps = _cut(steps, _step(steps[0], found, axis), alike=True)
-        axis = inside.on(inside.sizes[0], divides=True, outer=outer) if inside.divides else inside.on(axis.batch, outer=outer)
+        axis = (
+            inside.on(inside.sizes[0], divides=True, outer=outer)
+            if inside.divides
+            else inside.on(axis.batch, outer=outer)
+        )
         first, pins, others = steps[0], dict(inside.pins), steps[1:]
         ways = front(first, axis, pins, others=others) if size else (place(first, axis, pins, others=others),)
         found = ways[min(size, len(ways) - 1)]

@@ -79,6 +79,7 @@ def _header(staged: Staged, scheduled: Scheduled, plan: Plan, rank: int, held: S
         *([*(f"stage {s}: {span}{_copy(staged, s)}" for s, span in spans.items()), ""] if len(held) > 1 else []),
         f"{kind}, schedule {schedule.name}, {plan.microbatches} microbatches, placements {placements}",
         "b is the number of samples in the microbatch at hand, B in the whole batch.",
+        *(["Samples compute together: every rank is given all, and dp splits them inside layers."] * plan.mesh.coupled),
         *(["Each data rank is given its own samples."] if plan.inputs == "local" else []),
         '"""',
         "",

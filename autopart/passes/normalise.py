@@ -131,7 +131,8 @@ def _check_updates(captured: Captured) -> None:
             raise CaptureError(
                 f"{place}the buffer {out.target} is updated by every microbatch, and the {reader.kind} "
                 f"{reader.target} depends on it, so it would not be that of the whole batch; pass "
-                'semantics="accumulate" to update it by each microbatch in order, or update it in the loop'
+                'microbatches=1 to update it once, or semantics="accumulate" to update it by each microbatch in order, '
+                "or update it in the loop"
             )
 
 

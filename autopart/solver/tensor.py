@@ -175,8 +175,6 @@ class _Build:
         for other in self.others:
             options, shards = self._common(options, shards, other)
         pending = self._pending(options)
-        if self.axis.by_samples:
-            pending |= {self._key(gradient) for _, gradient in self.gradients}
         self.places: dict[str, tuple[TensorPlacement, ...]] = {}
         for name in self.values:
             key = self._key(name)
@@ -283,7 +281,7 @@ class _Build:
 
     def _pending(self, options: Sequence[tuple[Strategy, ...]]) -> set[str]:
         """The values that some strategy needs or gives as a part of a sum."""
-        found = set()
+        found = {gradient for _, gradient in self.gradients if self.axis.by_samples}
         for ruled, taken in zip(self.ruled, options, strict=True):
             for strategy in taken:
                 names = [o.value.name for o in ruled.call.operands]
@@ -373,9 +371,7 @@ class _Build:
                     yield self._sink(f"back {i} {name}", self.late.get(name, name), whole=whole, how=how)
 
     def _sink(self, unit: str, name: str, *, whole: bool, how: TensorPlacement | None = None) -> Unit:
-        """What leaves the body: in any placement, or, if it is to be `whole`, so (as `how` says)."""
-        places = self.places[name]
-        picked = [places.index(how or Replicate())] if whole else range(len(places))
+        picked = [self.places[name].index(how or Replicate())] if whole else range(len(self.places[name]))
         return Unit(unit, (name,), (), tuple(Option((i,), ()) for i in picked))
 
     def _bytes(self, name: str, how: TensorPlacement) -> int:
