@@ -181,7 +181,8 @@ def test_what_a_plan_and_a_text_say() -> None:
     assert "every rank is given all, and dp splits them inside layers" in text
     assert "aten.slice.Tensor(x, 0, b // 2, b)" in text
     assert 'world.all_gather_values(stack, axis="dp", dim=0, pieces=[2, 2])' in text
-    assert re.findall(r"world\.all_reduce\(.*\)", text) == []
+    units = '("head", *(f"blocks.{i}" for i in reversed(range(3))), "stem")'
+    assert re.findall(r"world\.all_reduce\(.*\)", text) == [f'world.all_reduce({units}, axis="dp")']
     autopart.verify(made)
 
 
