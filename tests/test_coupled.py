@@ -6,6 +6,7 @@ import copy
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -14,10 +15,16 @@ import torch.nn.functional as F
 from torch import nn
 
 import autopart
+from autopart.api.compiler import captured_step, solve
+from autopart.capture import read
 from autopart.errors import CaptureError, VerificationError
 from autopart.ir.mesh import Mesh
+from autopart.ir.placed import Move
+from autopart.ir.placement import Partial, Replicate
 from autopart.ir.plan import Plan
 from autopart.ir.program import Program
+from autopart.passes.consistent import faults
+from autopart.passes.segment import segment
 from autopart.testing import LocalWorld, assert_parity
 from autopart.testing.parity import adamw, assert_close, compare, train
 from tests.axis_models import NEAR
@@ -26,7 +33,6 @@ from tests.tensor_axis import CHEAP
 from tests.test_accumulate_semantics import (
     FORWARDS,
     ResNet,
-    codebook,
     contrastive,
     images,
     model_of,
@@ -65,7 +71,7 @@ def test_trains_as_one_device_on_the_whole_batch(name: str, pins: str) -> None:
 
 @pytest.mark.parametrize(
     "forward",
-    [pytest.param(f, marks=[] if f in (codebook, softmax_over_the_batch) else [pytest.mark.soak]) for f in FORWARDS],
+    [pytest.param(f, marks=[] if f is softmax_over_the_batch else [pytest.mark.soak]) for f in FORWARDS],
     ids=lambda f: f.__name__,
 )
 def test_whatever_couples_samples(forward: Callable[..., Any]) -> None:
@@ -163,8 +169,9 @@ def test_parameters_that_an_evaluation_has_cut_stay_where_they_are() -> None:
 # ---- programs --------------------------------------------------------------------------------------------------------
 
 
-def program(name: str) -> Program:
-    model, args = MODELS[name]()
+@cache
+def program() -> Program:
+    model, args = MODELS["batch norm"]()
     args = tuple(a.double() if a.is_floating_point() else a for a in args)
     plan = autopart.plan(model, args, mesh={"dp": 2}, capture="direct")
     return autopart.compile(model, plan, args, capture="direct")
@@ -172,7 +179,7 @@ def program(name: str) -> Program:
 
 def test_what_a_plan_and_a_text_say() -> None:
     """Samples are split wherever they can be; gradients are summed a layer at a time, as on any data axis."""
-    made = program("batch norm")
+    made = program()
     plan, text = made.plan, made.ranks[1].source
     assert Plan.from_json(plan.to_json()) == plan
     why, where = plan.notes[2], plan.notes[-1]
@@ -188,7 +195,7 @@ def test_what_a_plan_and_a_text_say() -> None:
 
 def test_statistics_of_some_samples_are_no_fault_that_gets_through() -> None:
     """A text without the exchange in a norm, on every rank: its shapes are right, its numbers would not be."""
-    made = program("batch norm")
+    made = program()
     line = 'world.all_gather_values(stack, axis="dp", dim=0, pieces=[2, 2])'
     assert all(line in rank.source for rank in made.ranks)
     texts = (replace(rank, source=rank.source.replace(line, "torch.cat((stack, stack))")) for rank in made.ranks)
@@ -196,21 +203,20 @@ def test_statistics_of_some_samples_are_no_fault_that_gets_through() -> None:
         autopart.verify(replace(made, ranks=tuple(texts)))
 
 
-def test_a_gradient_that_is_no_sum_is_refused() -> None:
-    """The state adds the gradients of dp up: where a plan has one that is whole on each rank, it would count twice."""
+def test_a_gradient_that_is_no_part_of_a_sum_is_refused() -> None:
+    """The state adds up the gradients of dp: one that is whole on each rank would count twice."""
     model, args = MODELS["contrastive"]()
-    plan = autopart.plan(model, args, mesh={"dp": 2}, capture="direct")
-    assert plan.tensor is not None
-    choices = list(plan.tensor.choices)
-    backward = choices[0].backward
-    assert backward is not None
-    whole = tuple(autopart.Replicate() for _ in backward.outputs)
-    choices[0] = replace(choices[0], backward=replace(backward, outputs=whole))
-    wrong = replace(plan, tensor=replace(plan.tensor, choices=tuple(choices)))
-    with pytest.raises(
-        VerificationError, match=r"inside image on dp: backward: .* is needed as Replicate\(\), and is never made that"
-    ):
-        autopart.compile(model, wrong, args, capture="direct")
+    segmented = segment(captured_step(model, read(model, args), None, False, "direct", together=True))
+    plan = solve(segmented, mesh={"dp": 2})
+    placed = plan.tensor.step(segmented) if plan.tensor is not None else None
+    assert placed is not None
+    body, layer = placed.bodies[0], segmented.segments[0]
+    assert faults(body, layer) == () and body.backward is not None
+    sums = [Move(name, Partial(), Replicate()) for name in body.backward.function.outputs]
+    whole = replace(body.backward, outputs=(Replicate(),) * len(sums), moves=(*body.backward.moves, *sums))
+    found = faults(replace(body, backward=whole), layer)
+    told = "the gradient of image.0.weight is Replicate(), where Partial(sum) is wanted for one that is Replicate()"
+    assert told in found and len(found) == len(sums)
 
 
 # ---- what is refused -------------------------------------------------------------------------------------------------

@@ -98,8 +98,8 @@ def _gradients(placed: PlacedBody, segment: Segment) -> Iterator[str]:
     results = placed.backward.outputs[len(segment.backward_outputs) :]
     for target, how in zip(segment.gradients, results, strict=True):
         lies = owners.get(target, Replicate() if isinstance(how, Partial) else how)
-        if how != of_gradient(placed.axis, lies):
-            yield f"the gradient of {target} is {how}, the parameter {lies}"
+        if how != (wanted := of_gradient(placed.axis, lies)):
+            yield f"the gradient of {target} is {how}, where {wanted} is wanted for one that is {lies}"
 
 
 def step_faults(placed: PlacedStep, segmented: Segmented) -> tuple[str, ...]:
