@@ -124,8 +124,8 @@ def assert_parity(
     data than `args` and `kwargs` for each step, of any batch size. `loss` makes the loss of what a module without one
     returns.
 
-    With semantics "accumulate" the other side is the plain module fed slice by slice (see `Sliced`, also for `weight`),
-    and buffers are compared too.
+    With semantics "accumulate" the other side is the plain module fed slice by slice (see `Sliced`, also for `weight`).
+    Buffers are compared too then, and where samples are coupled.
 
     Raises AssertionError naming the first thing that differs, with both values; ValueError for random operations under
     "accumulate", where a plain module that is fed a slice does not know which part of a draw is the slice's.
@@ -148,7 +148,7 @@ def assert_parity(
 
     for rank, found in enumerate(LocalWorld(program.plan.mesh.size).run(rank_main)):
         compare(found, expected, tolerance, f"rank {rank}")
-        if program.captured.sliced:
+        if semantics == "accumulate" or program.captured.coupled:
             assert_close(found.buffers, expected.buffers, tolerance, f"rank {rank}: after {steps} steps: buffer")
 
 
