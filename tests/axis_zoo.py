@@ -277,12 +277,12 @@ def clip() -> Specimen:
     """A contrastive loss, of the whole batch."""
     torch.manual_seed(0)
     batch = torch.randn(SAMPLES, 12).double(), integers(WORDS, SAMPLES, 5)
-    return Specimen(CLIP().double(), batch, semantics="accumulate")
+    return Specimen(CLIP().double(), batch)
 
 
 def _wide(made: Specimen) -> Specimen:
     args = tuple(a.double() if a.is_floating_point() else a for a in made.args)
-    return Specimen(made.model.double(), args, made.kwargs, made.batch, made.semantics, made.capture)
+    return Specimen(made.model.double(), args, made.kwargs, made.batch, "exact", made.capture)
 
 
 AXIS_ZOO: Mapping[str, Callable[[], Specimen]] = {
@@ -293,6 +293,7 @@ AXIS_ZOO: Mapping[str, Callable[[], Specimen]] = {
     "vit": vit,
     "unet": lambda: _wide(unet()),
     "resnet": lambda: _wide(resnet()),
+    "batch-norm": lambda: _wide(resnet("batch")),
     "mixtral": mixtral,
     "qwen-moe": qwen_moe,
     "dlrm": dlrm,
@@ -302,3 +303,6 @@ AXIS_ZOO: Mapping[str, Callable[[], Specimen]] = {
     "clip": clip,
 }
 """The models by name."""
+
+COUPLED = ("batch-norm", "clip")
+"""Those whose samples compute together, which takes one microbatch."""

@@ -246,7 +246,7 @@ def test_outputs_beside_the_loss() -> None:
 
 
 def test_exact_refuses_what_couples_and_names_the_way_out() -> None:
-    model = parallelize(seeded(ResNet), devices=1, microbatches=1, capture="direct")
+    model = parallelize(seeded(ResNet), devices=1, microbatches=2, capture="direct")
     x, y = images()
     with pytest.raises(CaptureError, match=r"(?s)blocks.0.norm_one.*test_accumulate_sem.*semantics=\"accumulate\""):
         model(x.double(), y)

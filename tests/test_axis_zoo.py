@@ -20,7 +20,7 @@ from autopart.ir.program import Program
 from autopart.testing import assert_parity
 from autopart.testing.parity import adamw, compare, train
 from tests.axis_models import NEAR
-from tests.axis_zoo import AXIS_ZOO, alexnet, dlrm, spatio_temporal
+from tests.axis_zoo import AXIS_ZOO, COUPLED, alexnet, dlrm, spatio_temporal
 from tests.launch import launch
 from tests.tensor_axis import CHEAP
 from tests.zoo import Specimen
@@ -51,16 +51,21 @@ ROWS = [
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("name", "mesh"), ROWS)
 def test_trains_as_on_one_device(name: str, mesh: str) -> None:
-    """A contrastive loss is that of the whole batch where one microbatch of one data rank is all of it."""
     found, pins = AXIS_ZOO[name](), dict(MESHES[mesh])
-    if found.semantics == "accumulate":
+    if name in COUPLED:
         pins["microbatches"] = 1
-    kinds: dict[str, Any] = {"batch": found.batch, "semantics": found.semantics, "capture": found.capture}
+    kinds: dict[str, Any] = {"batch": found.batch, "capture": found.capture}
     cluster = NEAR if mesh in ("tp2", "ep2") else CHEAP  # of splits that are equally good near ones leave samples apart
     assert_parity(found.model, found.args, found.kwargs, cluster=cluster, tolerance=1e-9, **kinds, **pins)
 
 
-GLOO = {"alexnet": {"tp": 2}, "spatio-temporal": {"cp": 2}, "dlrm": {"ep": 2}}
+GLOO = {
+    "alexnet": {"tp": 2},
+    "spatio-temporal": {"cp": 2},
+    "dlrm": {"ep": 2},
+    "clip": {"dp": 2},
+    "batch-norm": {"dp": 2},
+}
 
 
 def on_gloo() -> int:

@@ -121,9 +121,11 @@ COUPLED: dict[str, tuple[Callable[..., torch.Tensor], str]] = {
 
 
 @pytest.mark.parametrize("name", COUPLED)
-def test_a_loss_that_couples_samples_is_refused(name: str) -> None:
+def test_a_loss_that_couples_samples_is_of_the_whole_batch_or_refused(name: str) -> None:
+    """With one microbatch it equals one device's; with several it is refused."""
     loss, message = COUPLED[name]
-    model = autopart.parallelize(Tokens(loss), mesh={"dp": 2}, microbatches=1, capture="direct")
+    assert_parity(Tokens(loss), (torch.randint(0, 9, (4, LENGTH)),), steps=1, mesh={"dp": 2})
+    model = autopart.parallelize(Tokens(loss), mesh={"dp": 2}, microbatches=2, capture="direct")
     with pytest.raises(autopart.CaptureError, match=message) as refusal:
         model(torch.randint(0, 9, (4, LENGTH)))
     assert "test_losses.py" in str(refusal.value) and f"Inputs: ids [batch, {LENGTH}]" in str(refusal.value)

@@ -64,7 +64,7 @@ def agree(transport: Transport, kind: Named, call: Call, mesh: Mesh | None, *, h
             _check_alike(what, found, likes, _OWN if mesh is not None else _WHOLE)
     samples = None
     if mesh is not None:
-        samples = tuple(every[mesh.rank({"dp": part})]["batch size"] for part in range(mesh.degree("dp")))
+        samples = tuple(every[mesh.rank({"dp": part})]["batch size"] for part in range(mesh.parts))
     return Agreed(high << 32 | low, samples, all(found[-1] for found in gathered))
 
 
@@ -138,7 +138,7 @@ _SAMPLES, _SHARED = "samples", "what is not split"
 
 def _likes(mesh: Mesh) -> list[int]:
     """For each rank the first that has the same place on dp."""
-    return [mesh.rank({"dp": mesh.coordinate(rank).get("dp", 0)}) for rank in range(mesh.size)]
+    return [mesh.rank({"dp": mesh.part(rank)}) for rank in range(mesh.size)]
 
 
 def _check_alike(what: str, found: Sequence[int], likes: Sequence[int], rule: str) -> None:

@@ -44,7 +44,7 @@ def check_executable(plan: Plan) -> None:
 
 def check_cut(shares: Sequence[int], plan: Plan, least: int) -> None:
     """Refuse a batch, of so many samples a data rank, that the plan cannot cut into slices of at least `least`."""
-    degree, count, few = plan.mesh.degree("dp"), plan.microbatches, min(shares)
+    degree, count, few = plan.mesh.parts, plan.microbatches, min(shares)
     if few >= count * least:
         return
     each = f" of {least} samples, without which a BatchNorm has no variance" if least > 1 else ""

@@ -10,7 +10,7 @@ from typing import Any, Unpack
 import torch
 
 from autopart import capture as capturing
-from autopart.api import tensor
+from autopart.api import coupled, tensor
 from autopart.api.checks import check_cut, check_executable, check_fingerprint, check_patterns, fingerprint
 from autopart.api.options import SEMANTICS, one_of
 from autopart.api.plain import check_hooks
@@ -61,26 +61,35 @@ def captured_step(
     target: bool,
     route: str,
     semantics: str = "exact",
+    *,
+    together: bool = False,
 ) -> Captured:
-    """capture and normalise."""
+    """capture and normalise; all samples may compute `together` where there is one microbatch."""
     made = capturing.capture(model, call, loss_fn=loss_fn, target=target, route=route)
-    return normalise(made, semantics=semantics)
+    return normalise(made, semantics=semantics, together=together)
 
 
 def solve(segmented: Segmented, *, batch: int | None = None, inputs: str = "global", **pins: Unpack[Pins]) -> Plan:
     """solve: the plan for a segmented step, with its predictions. `batch` is the whole one, by default the call's."""
     captured = segmented.captured
-    chosen = _best(segmented, batch or captured.batch, fitting(captured, pins), inputs)
+    with coupled.told(captured):
+        chosen = _best(segmented, batch or captured.batch, fitting(captured, pins, batch, inputs), inputs)
     return _counted_on(segmented, chosen, inputs)
 
 
 def _counted_on(segmented: Segmented, chosen: Plan, inputs: str) -> Plan:
-    return predicted(segmented, replace(with_regions(chosen, segmented), inputs=inputs))
+    noted = coupled.noted(segmented.captured, with_regions(chosen, segmented))
+    return predicted(segmented, replace(noted, inputs=inputs))
 
 
-def fitting(captured: Captured, pins: Pins) -> Pins:
-    """The pins for a step. Raises ValueError where a pattern matches nothing, or its outputs rule a schedule out."""
+def fitting(captured: Captured, pins: Pins, batch: int | None = None, inputs: str = "global") -> Pins:
+    """The pins for a step. Raises ValueError where a pattern matches nothing, or its outputs rule a schedule out.
+
+    What couples the samples of a batch has them on the mesh together.
+    """
     check_patterns(pins.get("placement"), captured)
+    if captured.coupled:
+        pins = coupled.together(pins, batch or captured.batch, inputs)
     if not captured.deferred:
         return pins
     check_deferred(pins.get("schedule"))
@@ -185,7 +194,7 @@ def planned(captured: Captured, *, batch: int | None = None, inputs: str = "glob
 def _in_parts(captured: Captured, wanted: Sequence[str], batch: int | None, inputs: str, pins: Pins) -> Plan:
     """The plan with the output layer split over the pipeline ranks, and the input embedding too where it can be."""
     segmented = segment(captured, cuts=(*wanted, OUTPUT, INPUT))
-    chosen = _best(segmented, batch or captured.batch, fitting(captured, pins))
+    chosen = _best(segmented, batch or captured.batch, fitting(captured, pins, batch, inputs))
     if chosen.lookup and not can_split(segmented, chosen.mesh.degree("pp"), chosen.stages[0].segments):
         return solve(segment(captured, cuts=(*wanted, OUTPUT)), batch=batch, inputs=inputs, **pins)
     return _counted_on(segmented, chosen, inputs)
@@ -217,7 +226,7 @@ def lower(
     """
     check_executable(plan)
     _check_slices(segmented, plan)
-    if plan.inputs == "local" and plan.mesh.degree("dp") > 1:
+    if plan.inputs == "local" and plan.mesh.parts > 1:
         check_sums(segmented.captured.inputs, segmented.captured.prologue)
     (staged, *others), lowered = _staged(segmented, plan, state, fits)
     bodies = Bodies()
@@ -274,8 +283,9 @@ def compile(
     cannot be captured or split, ValueError for a plan of another model or one that cuts the batch too small,
     VerificationError for a faulty program.
     """
-    captured = sampled(model, args, kwargs, loss_fn, target, batch, semantics, capture)
+    captured = sampled(model, args, kwargs, loss_fn, target, batch, semantics, capture, microbatches=plan.microbatches)
     check_fingerprint(plan, captured)
+    coupled.check(captured, plan)
     return lower(segment(captured, cuts=plan.cuts), plan)
 
 
@@ -303,7 +313,9 @@ def plan(
     PlanInfeasible, with what binds and what would lift it, where nothing fits; ValueError or TypeError for a bad
     argument.
     """
-    captured = sampled(model, args, kwargs, loss_fn, target, batch, semantics, capture)
+    captured = sampled(
+        model, args, kwargs, loss_fn, target, batch, semantics, capture, microbatches=pins.get("microbatches")
+    )
     with shown("planning") as progress:
         pins.setdefault("progress", progress)
         return planned(captured, **pins)
@@ -318,12 +330,15 @@ def sampled(
     batch: Mapping[str, int | None] | None = None,
     semantics: str = "exact",
     capture: str = "compile",
+    *,
+    microbatches: int | None = None,
 ) -> Captured:
-    """The step of a sample call, as `plan` and `compile` read it."""
+    """The step of a sample call, as `plan` and `compile` read it, for so many `microbatches` where that is known."""
     one_of("semantics", semantics, SEMANTICS)
     check_hooks(model, "refuse")
     call = capturing.read(model, args, kwargs, batch=batch, target=target)
-    return captured_step(model, call, loss_fn, target is not NO_TARGET, capture, semantics)
+    together = coupled.may(microbatches)
+    return captured_step(model, call, loss_fn, target is not NO_TARGET, capture, semantics, together=together)
 
 
 def named(stages: int | Sequence[str] | None) -> tuple[str, ...]:
@@ -333,4 +348,4 @@ def named(stages: int | Sequence[str] | None) -> tuple[str, ...]:
 
 def _check_slices(segmented: Segmented, plan: Plan) -> None:
     if segmented.captured.training:
-        check_cut(pieces(plan.batch, plan.mesh.degree("dp")), plan, least_samples(segmented.captured))
+        check_cut(pieces(plan.batch, plan.mesh.parts), plan, least_samples(segmented.captured))

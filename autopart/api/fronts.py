@@ -48,7 +48,9 @@ def pareto(
     front.check(n, objectives)
     if "objective" in pins:
         raise ValueError("objective: a front has two, `objectives`")
-    captured = sampled(model, args, kwargs, loss_fn, target, batch, semantics, capture)
+    captured = sampled(
+        model, args, kwargs, loss_fn, target, batch, semantics, capture, microbatches=pins.get("microbatches")
+    )
     segmented = segment(captured, cuts=named(pins.get("stages")))
     kept = fitting(captured, pins)
     with shown("planning") as progress:

@@ -111,8 +111,8 @@ class Options:
     @property
     def meaning(self) -> str:
         """The semantics, which a pinned program has its own of."""
-        sliced = self.given_program is not None and self.given_program.captured.sliced
-        return "accumulate" if sliced else self.semantics
+        given = self.given_program.captured if self.given_program is not None else None
+        return "accumulate" if given is not None and given.sliced and not given.coupled else self.semantics
 
     def world_size(self, found: int | None) -> int:
         """How many ranks to plan for, given the size of the world that is there, if any.

@@ -71,7 +71,7 @@ class Overlapped:
         self.entered += 1
 
         def step(transport: Transport, world: LoopWorld) -> Pending[torch.Tensor] | None:
-            part = plan.mesh.coordinate(transport.rank).get("dp", 0)
+            part = plan.mesh.part(transport.rank)
             batch = Numbered(inputs, dims, shares, part, stream.batch, draws, first=first)
             world.enter(batch, stream.unfinished)
             return _loss(world.run(self._function(transport, "step")))

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from autopart import capture as capturing
-from autopart.api import compiler, loop_plans
+from autopart.api import compiler, coupled, loop_plans
 from autopart.api.boundary import check_local
 from autopart.api.checks import check_cut, check_fingerprint
 from autopart.api.options import Options
@@ -84,7 +84,7 @@ class Asked:
 
     def shares(self, plan: Plan) -> tuple[int, ...]:
         """The samples of each data rank: its own, or its part of the whole batch."""
-        return self.samples or pieces(self.call.batch, plan.mesh.degree("dp"))
+        return self.samples or pieces(self.call.batch, plan.mesh.parts)
 
     def microbatches(self, plan: Plan) -> int:
         """A forward-only program of a small batch has fewer microbatches than the plan; a training one never has.
@@ -187,7 +187,7 @@ class Programs:
     def _overlapped(
         self, asked: Asked, ranks: Ranks, residence: Residence | None, mesh: Mesh, schedule: str, batch: int
     ) -> Program:
-        captured = self._captured(asked)
+        captured = self._captured(asked, together=False)
         if self.plan is None and self.options.given_plan is not None:
             self.plan = self._planned(captured, asked.call.batch, ranks.size)
         pins = self.options.pins(ranks.size)
@@ -259,9 +259,11 @@ class Programs:
 
     def _lowered(self, asked: Asked, ranks: Ranks, residence: Residence | None) -> Program:
         """Capture the call and compile it under the plan, which is solved for at the first call."""
-        captured = self._captured(asked)
+        captured, batch = self._captured(asked), sum(asked.samples or (asked.call.batch,))
         if self.plan is None:
-            self.plan = self._planned(captured, sum(asked.samples or (asked.call.batch,)), ranks.size)
+            self.plan = self._planned(captured, batch, ranks.size)
+        elif captured.coupled and not coupled.on(self.plan):  # it was made for a call that couples nothing
+            self.plan = self._planned(captured, batch, ranks.size, before=self.plan)
         plan = self.plan
         if captured.training:
             if overlaps(plan.schedule):
@@ -280,27 +282,37 @@ class Programs:
         state = residence.state if residence is not None else None
         return compiler.lower(segmented, plan, state=state, check=self.options.verify, fits=asked.fits(plan))
 
-    def _captured(self, asked: Asked) -> Captured:
-        """capture and normalise, as the options say; refuses what they rule out."""
+    def _captured(self, asked: Asked, *, together: bool = True) -> Captured:
+        """capture and normalise, as the options say; refuses what they rule out.
+
+        With `together`, the samples of a batch may be coupled where there is one microbatch.
+        """
         options, pinned = self.options, self.options.given_plan
         loss_fn = options.loss_fn if asked.target or not _takes_two(options.loss_fn) else None
         captured, pattern = capturing.capture_again(
             asked.model, asked.call, self._patterns, loss_fn=loss_fn, target=asked.target, route=options.capture
         )
         self._patterns = (pattern, *(other for other in self._patterns if other is not pattern))[:KEPT_PATTERNS]
-        captured = normalise(captured, semantics=options.meaning, outputs=options.outputs)
+        together = together and coupled.may(options.microbatches if pinned is None else pinned.microbatches)
+        captured = normalise(captured, semantics=options.meaning, outputs=options.outputs, together=together)
         if options.inputs == "local":
             check_local(captured)
         if captured.deferred:
             check_deferred(pinned.schedule if pinned is not None else options.schedule)
         return captured
 
-    def _planned(self, captured: Captured, batch: int, devices: int) -> Plan:
-        """The plan that is pinned, or that the solver finds for a whole batch of so many samples."""
+    def _planned(self, captured: Captured, batch: int, devices: int, before: Plan | None = None) -> Plan:
+        """The plan that is pinned, or that the solver finds for a whole batch of so many samples.
+
+        Where parameters lie as the plan `before` says, it is with these places for them.
+        """
         given, inputs = self.options.given_plan, self.options.inputs
         if given is None:
-            return compiler.planned(captured, batch=batch, inputs=inputs, **self.options.pins(devices))
+            pins = self.options.pins(devices)
+            pins = coupled.over(before, pins) if before is not None else pins
+            return compiler.planned(captured, batch=batch, inputs=inputs, **pins)
         check_fingerprint(given, captured)
+        coupled.check(captured, given)
         if given.inputs == inputs:
             return given
         return compiler.predicted(segment(captured, cuts=given.cuts), replace(given, inputs=inputs))

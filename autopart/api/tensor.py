@@ -13,7 +13,7 @@ from autopart.ir.captured import Captured
 from autopart.ir.cost import SegmentCost
 from autopart.ir.mesh import Mesh
 from autopart.ir.placed import PlacedStep
-from autopart.ir.placement import Replicate, Shard, TensorPlacement
+from autopart.ir.placement import Partial, Replicate, Shard, TensorPlacement
 from autopart.ir.plan import around
 from autopart.ir.segmented import Segmented
 from autopart.ir.state import State
@@ -27,7 +27,7 @@ from autopart.solver.presets import Pinned
 from autopart.solver.request import Pins, pinned_mesh, whole
 from autopart.solver.search import shapes
 from autopart.solver.tensor import Along, Pin
-from autopart.solver.variants import INSIDE, Costed, Degrees
+from autopart.solver.variants import Costed, Degrees
 
 Steps = tuple[Segmented, ...]
 """The steps of all places of some axes, which differ in numbers only; the axis that was placed last varies fastest."""
@@ -57,12 +57,12 @@ def asked(captured: Captured, batch: int, pins: Pins, inputs: str = "global") ->
     """What the pins ask of each axis inside segments that the mesh has, in the order in which they are placed.
 
     Samples may be split on an axis of parts of parameters that is the only one, where microbatches are multiples of the
-    degree; where each data rank passes its own samples, that is not known.
+    degree; where each data rank passes its own samples, that is not known. They are on ``dp``, where it is one of them.
 
     Raises ValueError or TypeError for placements of tensors that cannot be meant.
     """
     pin, mesh = pins.get("placement"), pinned_mesh(pins.get("mesh"))
-    axes = [axis for axis in INSIDE if mesh is not None and mesh.degree(axis) > 1]
+    axes = list(mesh.inside) if mesh is not None else []
     wanted = pinned(pin, captured, axes)
     if mesh is None:
         return ()
@@ -74,7 +74,7 @@ def asked(captured: Captured, batch: int, pins: Pins, inputs: str = "global") ->
             mesh.degree(axis),
             linked(cluster, mesh, axis),
             sizes,
-            alone and axis not in WHOLE,
+            axis == "dp" or (alone and axis not in WHOLE),
             wanted[axis],
             alike=axis != axes[-1],
         )
@@ -98,7 +98,7 @@ def degrees(segmented: Segmented, batch: int, pins: Pins, inputs: str = "global"
     near = gcd(count, *(group.per_node for group in cluster.groups))
     made: dict[int, Callable[[], tuple[Costed, ...]]] = {}
     for degree in (1 << i for i in range(1, near.bit_length())):
-        meshes = [m for m in shapes(count, degree, len(segmented.segments)) if m.degree("dp") <= batch]
+        meshes = [m for m in shapes(count, degree, len(segmented.segments)) if m.parts <= batch]
         if near % degree == 0 and meshes:
             sizes = {_samples(batch, each, pins) for each in meshes}
             near_links = linked(cluster, meshes[0], "tp")
@@ -109,7 +109,7 @@ def degrees(segmented: Segmented, batch: int, pins: Pins, inputs: str = "global"
 
 def _samples(batch: int, mesh: Mesh, pins: Pins) -> int:
     """The samples of the microbatch that placements are made for: of the pinned number, else of a usual one."""
-    share, count = -(-batch // mesh.degree("dp")), pins.get("microbatches")
+    share, count = -(-batch // mesh.parts), pins.get("microbatches")
     count = count if isinstance(count, int) and count > 0 else 1 if mesh.degree("pp") == 1 else 4 * mesh.degree("pp")
     return max(1, -(-share // count))
 
@@ -119,15 +119,17 @@ def placements(segmented: Segmented, asked: Sequence[Inside]) -> tuple[Costed, .
 
     The fastest for microbatches of each of the `sizes`, with and without splitting the samples; and for single samples
     the fastest, that which holds least, and one between them. Each once. Where there are several axes, the ways are
-    those of the first, and the others are each placed in the like way on what those before it leave. Raises ValueError
-    for pins that cannot be kept.
+    those of the first, and the others are each placed in the like way on what those before it leave. On the data axis
+    there is one way. Raises ValueError for pins that cannot be kept.
     """
     first, *rest = asked
     pins = dict(first.pins)
     axes = [first.on(n, divides=True) for n in first.sizes if first.divides and n % first.degree == 0]
-    axes += [first.on(n) for n in first.sizes if n > 1]
+    if first.axis != "dp":
+        axes += [first.on(n) for n in first.sizes if n > 1]
     found = [(axis, 0, place(segmented, axis, pins)) for axis in axes]
-    found += [(first.on(1), size, each) for size, each in enumerate(front(segmented, first.on(1), pins))]
+    if first.axis != "dp":
+        found += [(first.on(1), size, each) for size, each in enumerate(front(segmented, first.on(1), pins))]
     kept: dict[object, TensorPlan] = {}
     for axis, size, each in found:
         made = nested(segmented, axis, each, rest, size)
@@ -146,7 +148,11 @@ def nested(segmented: Segmented, axis: Axis, found: Placed, rest: Sequence[Insid
     plans = [_planned(steps[0], axis, found)]
     for inside in rest:
         steps = _cut(steps, _step(steps[0], found, axis), alike=True)
-        axis = inside.on(axis.batch, outer=outer)
+        axis = (
+            inside.on(inside.sizes[0], divides=True, outer=outer)
+            if inside.divides
+            else inside.on(axis.batch, outer=outer)
+        )
         first, pins, others = steps[0], dict(inside.pins), steps[1:]
         ways = front(first, axis, pins, others=others) if size else (place(first, axis, pins, others=others),)
         found = ways[min(size, len(ways) - 1)]
@@ -248,7 +254,8 @@ def _parameters(segmented: Segmented, found: Placed) -> dict[str, TensorPlacemen
         if body.backward is not None:
             parts.append((body.backward.inputs, segment.backward_parameters))
             made = body.backward.outputs[len(segment.backward_outputs) :]
-            how |= dict(zip(segment.gradients, made, strict=True))
+            lie = (Replicate() if one == Partial() else one for one in made)  # a sum on the data axis
+            how |= dict(zip(segment.gradients, lie, strict=True))
         for inputs, targets in parts:
             how |= dict(zip(targets, inputs[len(inputs) - len(targets) :], strict=True))
     return how

@@ -40,7 +40,7 @@ def code(staged: Staged, scheduled: Scheduled, plan: Plan, column: int) -> str:
     layouts = {s: [layout(x, staged.segmented, homes, staged.kinds(s)) for x in staged.stages[s]] for s in held}
     text = bodies(item for s in held for item in layouts[s])
     local = plan.inputs == "local"
-    lines = [*_prologue(staged, held, local and degree > 1), *text.lines, *edges(staged, held)]
+    lines = [*_prologue(staged, held, local and plan.mesh.parts > 1), *text.lines, *edges(staged, held)]
     overlaps = scheduled.schedule.weights is not Weights.SYNC
     for s in held:
         completed = {} if overlaps else staged.completed(s, degree, scheduled.unfinished(s))
@@ -53,7 +53,7 @@ def code(staged: Staged, scheduled: Scheduled, plan: Plan, column: int) -> str:
             filled(staged, made, column, degree) if isinstance(made, Filled) else loop(staged, made, column, degree)
         )
     else:
-        lines += step(staged, scheduled, column, degree, local=local)
+        lines += step(staged, scheduled, column, degree, local=local, parts=plan.mesh.parts)
     return _joined(lines)
 
 
@@ -79,6 +79,7 @@ def _header(staged: Staged, scheduled: Scheduled, plan: Plan, rank: int, held: S
         *([*(f"stage {s}: {span}{_copy(staged, s)}" for s, span in spans.items()), ""] if len(held) > 1 else []),
         f"{kind}, schedule {schedule.name}, {plan.microbatches} microbatches, placements {placements}",
         "b is the number of samples in the microbatch at hand, B in the whole batch.",
+        *(["Samples compute together: every rank is given all, and dp splits them inside layers."] * plan.mesh.coupled),
         *(["Each data rank is given its own samples."] if plan.inputs == "local" else []),
         '"""',
         "",

@@ -25,8 +25,10 @@ from autopart.ir.graph import Output, Size, Value
 from autopart.ir.staged import Staged, averaged
 
 
-def step(staged: Staged, scheduled: Scheduled, column: int, degree: int, *, local: bool) -> list[str]:
+def step(staged: Staged, scheduled: Scheduled, column: int, degree: int, *, local: bool, parts: int) -> list[str]:
     """The step of pp rank `column`, which performs its row of `scheduled`; `degree` is that of dp.
+
+    Over dp the batch is in so many `parts`.
 
     What passes between two stages of the rank stays in the store that the first puts it in. With `local`, each data
     rank is given its own samples, so what they add up to is summed over dp. A step without a loss is a generator: it
@@ -36,7 +38,7 @@ def step(staged: Staged, scheduled: Scheduled, column: int, degree: int, *, loca
     stages = stages_of(place, column)
     units = staged.state.on(column)
     lines = ["", "", "def step(world, batch):", f'    """{_phases(staged, row)}"""']
-    lines += _prologue(staged, stages, local and degree > 1)
+    lines += _prologue(staged, stages, local and parts > 1)
     stale = [f'world.regather("{unit.name}", axis="dp")' for unit in units if unit.updated_in_parts(degree)]
     if stale:
         lines.append("    # Parameters that the last optimizer step updated in parts are made whole again.")
@@ -47,14 +49,14 @@ def step(staged: Staged, scheduled: Scheduled, column: int, degree: int, *, loca
     if staged.segmented.captured.deferred:
         first = begin_of_backward(row)
         lines += indented(scheduled_lines(staged, row[:first]))
-        lines += _buffers(staged, place, column, degree)
+        lines += _buffers(staged, place, column, parts)
         made, entries = _results(staged, stages, results)
         lines += [*made, "    # The caller computes a loss of these; its backward() sends their gradients."]
         lines += _dict("tangents = yield ", entries)
         row, results = row[first:], []
     lines += indented(scheduled_lines(staged, row))
     lines += _reductions(staged, scheduled, column, stages, degree)
-    lines += _buffers(staged, place, column, degree) if not staged.segmented.captured.deferred else []
+    lines += _buffers(staged, place, column, parts) if not staged.segmented.captured.deferred else []
     results += [out for out in outputs(staged) if out.kind == "input_grad"]
     made, entries = _results(staged, stages, results)
     return [*lines, *made, *_dict("return ", entries)]
@@ -234,7 +236,7 @@ def _reductions(staged: Staged, scheduled: Scheduled, column: int, stages: Seque
     return lines
 
 
-def _buffers(staged: Staged, place: Sequence[int], column: int, degree: int) -> list[str]:
+def _buffers(staged: Staged, place: Sequence[int], column: int, parts: int) -> list[str]:
     """The lines that make updated buffers one over dp, and known to every stage."""
     over_dp: list[str] = []
     over_pp: list[str] = []
@@ -242,7 +244,7 @@ def _buffers(staged: Staged, place: Sequence[int], column: int, degree: int) -> 
         updated = staged.updated(stage)
         for name, kind in (("average", True), ("maximum", False)):
             names = [f'"{target}"' for target, value in updated if averaged(value) == kind]
-            if names and place[stage] == column and degree > 1:
+            if names and place[stage] == column and parts > 1:
                 over_dp += call(f"world.{name}_buffers", [*names, 'axis="dp"'], "")
         if updated and len(set(place)) > 1:
             names = [f'"{target}"' for target, _ in updated]

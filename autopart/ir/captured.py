@@ -31,7 +31,8 @@ class Captured:
     from the leaves in `result`, each the name of an output value, or ``("literal", x)`` for what is not a tensor.
     `tied` maps each parameter name to the name under which its tensor is known here. `batch_dims` gives the split dim
     of each user input. `sliced` says that each slice (data rank and microbatch) computes as if it were the whole batch,
-    because it couples samples (``semantics="accumulate"``); otherwise the slices add up to the whole batch's step.
+    because it couples samples; otherwise the slices add up to the whole batch's step. Under ``semantics="exact"`` there
+    is then one slice, the batch, and `coupled` says what couples its samples; it is "" under ``"accumulate"``.
     """
 
     inputs: tuple[Input, ...]
@@ -48,6 +49,7 @@ class Captured:
     constants: tuple[Constant, ...] = ()
     prologue: tuple[Node, ...] = ()
     sliced: bool = False
+    coupled: str = ""
 
     def values(self) -> Iterator[Value]:
         """Every value: the inputs' first, then the nodes' in order."""

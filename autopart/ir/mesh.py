@@ -9,12 +9,23 @@ from math import prod
 AXES = ("pp", "dp", "cp", "ep", "tp")
 """The axes known today, in default order (tp varies fastest)."""
 
+INSIDE = ("tp", "ep", "cp", "dp")
+"""The axes that split tensors inside segments, in the order in which they are placed: the fastest links first.
+
+``dp`` is one of them where the samples of the batch compute together (`Mesh.coupled`).
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """Axis names with their sizes. Rank numbers are row-major: the last axis varies fastest."""
+    """Axis names with their sizes. Rank numbers are row-major: the last axis varies fastest.
+
+    The batch is cut over ``dp``, unless its samples compute together (`coupled`): then every rank of dp is given the
+    whole batch, and dp splits the samples inside segments, with collectives where they meet.
+    """
 
     axes: tuple[tuple[str, int], ...]
+    coupled: bool = False
 
     def __post_init__(self) -> None:
         names = [name for name, _ in self.axes]
@@ -40,6 +51,21 @@ class Mesh:
         """The size of an axis, 1 for one that is not there."""
         return dict(self.axes).get(axis, 1)
 
+    @property
+    def parts(self) -> int:
+        """The number of parts into which the batch is cut."""
+        return 1 if self.coupled else self.degree("dp")
+
+    def part(self, rank: int) -> int:
+        """The part of the batch that a rank has."""
+        return 0 if self.coupled else self.coordinate(rank).get("dp", 0)
+
+    @property
+    def inside(self) -> dict[str, int]:
+        """The axes that split tensors inside segments, in the order of `INSIDE`, with their sizes."""
+        found = {axis: self.degree(axis) for axis in INSIDE if axis != "dp" or self.coupled}
+        return {axis: size for axis, size in found.items() if size > 1}
+
     def coordinate(self, rank: int) -> dict[str, int]:
         """Where a rank sits on each axis."""
         result: dict[str, int] = {}
@@ -61,7 +87,8 @@ class Mesh:
 
     def leads(self, rank: int) -> bool:
         """Whether a rank is the first of those that have the same stages and the same samples."""
-        return not any(place for axis, place in self.coordinate(rank).items() if axis not in ("pp", "dp"))
+        here = self.coordinate(rank)
+        return not any(here[axis] for axis in self.inside)
 
     def __str__(self) -> str:
         return " x ".join(f"{name}={size}" for name, size in self.axes) or "1 device"

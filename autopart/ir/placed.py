@@ -69,6 +69,14 @@ def collective_of(source: TensorPlacement, target: TensorPlacement) -> str | Non
     return None
 
 
+def of_gradient(axis: str, parameter: TensorPlacement) -> TensorPlacement:
+    """How the gradients of a parameter must be, given how that is placed: as it is, complete.
+
+    On the data axis they are parts of a sum: as where the batch is cut, the gradients of whole units are reduced there.
+    """
+    return Partial() if axis == "dp" else parameter
+
+
 @dataclass(frozen=True, slots=True)
 class PlacedFunction:
     """A function with a placement for every input and output and a strategy for every node, in order.

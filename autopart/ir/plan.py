@@ -121,15 +121,15 @@ class Plan:
             )
         if not self.placements or self.placements[-1][0] != "*":
             raise ValueError("plan: the last placement pattern must be '*'")
-        spare = {name: size for name, size in self.mesh.axes if name not in ("pp", "dp") and size > 1}
-        if spare != {each.axis: each.degree for each in self.axes_inside}:
+        if self.mesh.inside != {each.axis: each.degree for each in self.axes_inside}:
             inside = " and ".join(f"{each.axis}={each.degree}" for each in self.axes_inside) or "no axis"
-            raise ValueError(f"plan: inside segments it is for {inside}, but its mesh is {self.mesh}")
+            coupled = ", whose samples compute together" if self.mesh.coupled else ""
+            raise ValueError(f"plan: inside segments it is for {inside}, but its mesh is {self.mesh}{coupled}")
         if self.inputs not in INPUTS:
             raise ValueError(f"plan: inputs must be one of {', '.join(INPUTS)}, not {self.inputs!r}")
         if self.precision not in PRECISIONS:
             raise ValueError(f"plan: precision must be None or 'mixed', not {self.precision!r}")
-        if self.microbatches < 1 or self.batch < self.mesh.degree("dp") * self.microbatches:
+        if self.microbatches < 1 or self.batch < self.mesh.parts * self.microbatches:
             raise ValueError(
                 f"plan: a batch of {self.batch} cannot be cut into dp={self.mesh.degree('dp')} x {self.microbatches}"
                 " microbatches"
@@ -225,15 +225,15 @@ class Plan:
     @property
     def largest(self) -> int:
         """The samples of the largest microbatch of the plan's batch: the first one of the first data rank."""
-        return pieces(pieces(self.batch, self.mesh.degree("dp"))[0], self.microbatches)[0]
+        return pieces(pieces(self.batch, self.mesh.parts)[0], self.microbatches)[0]
 
     def fits(self, shares: Sequence[int] | None = None) -> bool:
         """Whether each microbatch can be split over the places inside segments as the plan has it.
 
         `shares` are the samples of every data rank, by default those of the plan's batch.
         """
-        multiple = self.tensor.multiple if self.tensor is not None else 1
-        shares = shares or pieces(self.batch, self.mesh.degree("dp"))
+        multiple = self.tensor.of_samples if self.tensor is not None else 1
+        shares = shares or pieces(self.batch, self.mesh.parts)
         sizes = (size for share in shares for size in pieces(share, self.microbatches))
         return multiple == 1 or all(size > 0 and size % multiple == 0 for size in sizes)
 

@@ -117,6 +117,11 @@ class TensorPlan:
         """The number of places on all axes together."""
         return prod(each.degree for each in self.axes)
 
+    @property
+    def of_samples(self) -> int:
+        """What the samples of each microbatch must be a multiple of, so that all axes can split them as planned."""
+        return max(each.multiple for each in self.axes)
+
     def place(self, coordinate: Mapping[str, int]) -> int:
         """The number of the place at a coordinate: the axis that is placed last varies fastest."""
         number = 0

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from autopart.ir.graph import Value
-from autopart.ir.placed import PlacedBody, PlacedFunction, PlacedStep, collective_of
+from autopart.ir.placed import PlacedBody, PlacedFunction, PlacedStep, collective_of, of_gradient
 from autopart.ir.placement import Partial, Replicate, Shard, TensorPlacement
 from autopart.ir.segmented import Segment, Segmented, defined
 from autopart.rules.split import fits
@@ -84,7 +84,7 @@ def _kept(placed: PlacedBody, segment: Segment) -> Iterator[str]:
 
 
 def _gradients(placed: PlacedBody, segment: Segment) -> Iterator[str]:
-    """A gradient is placed as its parameter is, in the forward and in the backward; none is a part of a sum."""
+    """A gradient is placed as that of its parameter must be, which is one in the forward and in the backward."""
     assert placed.backward is not None and placed.body.backward is not None  # gradients come from it
     owners: dict[str, TensorPlacement] = {}
     for part, targets in (
@@ -97,8 +97,9 @@ def _gradients(placed: PlacedBody, segment: Segment) -> Iterator[str]:
                 yield f"{target} is {owners[target]} in the forward and {how} in the backward"
     results = placed.backward.outputs[len(segment.backward_outputs) :]
     for target, how in zip(segment.gradients, results, strict=True):
-        if how != owners.get(target, how) or isinstance(how, Partial):
-            yield f"the gradient of {target} is {how}, the parameter {owners.get(target, Replicate())}"
+        lies = owners.get(target, Replicate() if isinstance(how, Partial) else how)
+        if how != (wanted := of_gradient(placed.axis, lies)):
+            yield f"the gradient of {target} is {how}, where {wanted} is wanted for one that is {lies}"
 
 
 def step_faults(placed: PlacedStep, segmented: Segmented) -> tuple[str, ...]:
@@ -140,6 +141,7 @@ def _boundary(
         first = len(segment.backward_inputs)
         taken = (*backward.inputs[:first], *backward.inputs[first + saved :])
         pairs.append((rows(segment.backward_inputs, segment.backward_fixed, segment.backward_parameters), taken))
-        pairs.append((rows(segment.backward_outputs, (), segment.gradients), backward.outputs))
+        made = [(target, of_gradient(body.axis, lie.get(target, whole))) for target in segment.gradients]
+        pairs.append(([*rows(segment.backward_outputs, (), ()), *made], backward.outputs))
     for outside, inside in pairs:
         yield from ((name, wanted, here) for (name, wanted), here in zip(outside, inside, strict=True))

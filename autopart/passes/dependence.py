@@ -53,6 +53,7 @@ class NeededWhole(Exception):
 ADVICE = (
     "Compute it within each sample (a LayerNorm or GroupNorm rather than a BatchNorm), "
     "name the inputs that hold no samples, batch={name: None}, "
+    "have one microbatch, microbatches=1, whose samples compute together, "
     'or let each microbatch compute as if it were the whole batch, semantics="accumulate"'
 )
 

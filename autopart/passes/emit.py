@@ -65,7 +65,7 @@ def observe(
     text: str, rank: int, captured: Captured, state: State, plan: Plan, batch: int, bodies: Bodies
 ) -> Recording:
     """What one rank's text does for a whole batch of `batch` samples."""
-    parts, part = plan.mesh.degree("dp"), plan.mesh.coordinate(rank).get("dp", 0)
+    parts, part = plan.mesh.parts, plan.mesh.part(rank)
     mine = pieces(pieces(batch, parts)[part], plan.microbatches)
     # Data ranks run the same text but for its first line and their number.
     inside = plan.place_inside(rank)

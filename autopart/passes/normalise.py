@@ -36,7 +36,7 @@ from autopart.passes.draws import with_draws
 from autopart.passes.judge import Judgement, Site, judge
 from autopart.passes.simplify import simplify
 from autopart.passes.slices import of_the_slice, without_running_statistics
-from autopart.passes.weights import counts, judge_slices
+from autopart.passes.weights import counts, judge_batch, judge_slices
 from autopart.rules.factor import argument, with_argument
 
 VIEWS = frozenset(
@@ -44,16 +44,24 @@ VIEWS = frozenset(
 )
 
 
-def normalise(captured: Captured, *, semantics: str = "exact", outputs: str | None = None) -> Captured:
+def normalise(
+    captured: Captured, *, semantics: str = "exact", outputs: str | None = None, together: bool = False
+) -> Captured:
     """Normalise a captured step. With `outputs` = "all", every rank gets those beside the loss whole, too.
 
     With semantics "accumulate", a step that couples a batch's samples is left as it is for each slice of the batch
-    (`passes.slices`). Raises CaptureError for random operators that cannot be drawn in pieces, and with "exact" for
-    what couples a batch's samples and for buffers that are updated from them.
+    (`passes.slices`); with "exact" and if its samples may compute `together`, as there is one microbatch, for the
+    batch. Raises CaptureError for random operators that cannot be drawn in pieces, and else with "exact" for what
+    couples a batch's samples and for buffers that are updated from them.
     """
     captured = _prepared(captured, outputs)
     if semantics == "exact":
-        return _with_judgement(*_exact(captured))
+        try:
+            return _with_judgement(*_exact(captured))
+        except CaptureError as error:
+            if not together:
+                raise
+            return _together(captured, error)
     nodes = without_running_statistics(of_the_slice(captured.nodes))
     sliced = dead_code_eliminated(replace(captured, nodes=nodes, sliced=True))
     with contextlib.suppress(CaptureError):  # nothing couples, so the slices add up to the whole batch
@@ -62,6 +70,16 @@ def normalise(captured: Captured, *, semantics: str = "exact", outputs: str | No
         if not judgement.prologue or set(judgement.prologue) <= counts(sliced.inputs, sliced.nodes, sliced.outputs):
             return _with_judgement(exact, judgement)
     return _with_judgement(sliced, judge_slices(sliced.inputs, sliced.nodes, sliced.outputs))
+
+
+def _together(captured: Captured, why: CaptureError) -> Captured:
+    """The step for one slice, which is the batch. Raises `why` again where there is no such step either."""
+    nodes = without_running_statistics(of_the_slice(decompose_means(captured.inputs, captured.nodes)))
+    sliced = dead_code_eliminated(replace(captured, nodes=nodes, sliced=True, coupled=str(why)))
+    try:
+        return _with_judgement(sliced, judge_batch(sliced.inputs, sliced.nodes, sliced.outputs))
+    except CaptureError:
+        raise why from None
 
 
 def _prepared(captured: Captured, outputs: str | None) -> Captured:
@@ -113,7 +131,8 @@ def _check_updates(captured: Captured) -> None:
             raise CaptureError(
                 f"{place}the buffer {out.target} is updated by every microbatch, and the {reader.kind} "
                 f"{reader.target} depends on it, so it would not be that of the whole batch; pass "
-                'semantics="accumulate" to update it by each microbatch in order, or update it in the loop'
+                'microbatches=1 to update it once, or semantics="accumulate" to update it by each microbatch in order, '
+                "or update it in the loop"
             )
 
 

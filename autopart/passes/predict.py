@@ -70,7 +70,7 @@ def predict_traffic(
 
     `others` are the steps of the further places of the axes inside segments, of whose first one `staged` is.
     """
-    shares = shares or pieces(plan.batch, plan.mesh.degree("dp"))
+    shares = shares or pieces(plan.batch, plan.mesh.parts)
     sent: dict[int, Sent] = {}
     for place, each in enumerate((staged, *others)):
         ranks = [rank for rank in range(plan.mesh.size) if plan.place_inside(rank) == place]
@@ -90,16 +90,16 @@ def _of_place(staged: Staged, scheduled: Scheduled, plan: Plan, shares: Shares, 
     hosted = [_hosted(staged, column, degree, plan.microbatches) for column in range(len(rows))]
     known: dict[object, Sent] = {}
     for rank in ranks:
-        here = mesh.coordinate(rank)
-        column, part = here.get("pp", 0), here.get("dp", 0)
-        across = tuple(_across_stages(shared[column], part, degree))
-        key = column, shares[part], across
+        here, samples = mesh.coordinate(rank), shares[mesh.part(rank)]
+        column = here.get("pp", 0)
+        across = tuple(_across_stages(shared[column], here.get("dp", 0), degree))
+        key = column, samples, across
         if key not in known:
             count = _batches(scheduled, plan)
-            sizes = pieces(shares[part], plan.microbatches) * count
+            sizes = pieces(samples, plan.microbatches) * count
             actions = [a for a in rows[column] if a.kind is Kind.GATHER or a.unit in at_once]
             calls = [*_each_microbatch(actions, wires, degree), *across, *everywhere]
-            calls += _buffers(staged, places, column, degree)
+            calls += _buffers(staged, places, column, mesh.parts)
             calls += _counts(staged, degree) if plan.inputs == "local" and reads_prologue(staged, held[column]) else ()
             calls += _once(staged, scheduled, column, held[column], wires, degree)
             calls += _inside(staged, scheduled.table[column], sizes, mesh) if plan.inside > 1 else ()
@@ -183,15 +183,15 @@ def _across_stages(shared: Iterable[Unit], part: int, degree: int) -> Calls:
         yield "all_reduce", numel * unit.dtype.itemsize, len(unit.columns), 1
 
 
-def _buffers(staged: Staged, places: Sequence[int], column: int, degree: int) -> Calls:
+def _buffers(staged: Staged, places: Sequence[int], column: int, parts: int) -> Calls:
     """What makes updated buffers one over dp, and then known on every stage; those of a dtype travel together."""
     for stage, place in enumerate(places):
         sizes: Counter[tuple[torch.dtype, bool]] = Counter()
         for _, value in staged.updated(stage):
             sizes[value.dtype, averaged(value)] += value.nbytes(1)
         for (_, mean), nbytes in sizes.items():
-            if place == column and degree > 1:
-                yield "all_reduce" if mean else "all_gather", nbytes if mean else nbytes * degree, degree, 1
+            if place == column and parts > 1:
+                yield "all_reduce" if mean else "all_gather", nbytes if mean else nbytes * parts, parts, 1
             if len(set(places)) > 1:
                 yield "broadcast", nbytes, len(set(places)), 1
 
@@ -222,7 +222,8 @@ def predict_memory(
     yet sent or used. `transient` is the parameters of a segment that are gathered, with those of the next one, whole
     gradients on their way to become parts, and the activations that a backward recomputes.
     """
-    samples = (shares or pieces(plan.batch, plan.mesh.degree("dp")))[part]
+    shares = shares or pieces(plan.batch, plan.mesh.parts)
+    samples = shares[0 if plan.mesh.coupled else part]
     columns = [_rank_memory(staged, scheduled, plan, column, part, samples) for column in range(len(scheduled.table))]
     return tuple(columns[column] for column in plan.place)
 
@@ -255,7 +256,7 @@ def _rank_memory(staged: Staged, scheduled: Scheduled, plan: Plan, column: int, 
         parameters=sum(held(unit, unit.gathered(degree)) for unit in units) + updated * _older(scheduled, plan, column),
         optimizer=on("optimizer", host=False),
         gradients=on("gradients", host=False),
-        activations=peak_activations(staged, scheduled, column, sizes, whole=degree * plan.microbatches == 1),
+        activations=peak_activations(staged, scheduled, column, sizes, whole=plan.mesh.parts * plan.microbatches == 1),
         transient=_transient(staged, scheduled, column, degree)
         + _padding(_completed(staged, scheduled, stages, degree), degree)
         + max((sum(value.nbytes(max(sizes)) for value in values) for values in again), default=0),

@@ -35,7 +35,7 @@ def shard(segmented: Segmented) -> Sharded:
         walk.backward(segment, local)
     for out in segmented.captured.outputs:
         placed = walk.facts.get(out.name)
-        if out.kind == "loss" and placed is not None and not _adds_up(placed):
+        if out.kind == "loss" and placed is not None and not walk.adds_up(placed):
             raise CaptureError(f"the loss is {placed.place} over microbatches, where it must be a part of a sum")
     between = {name: walk.facts[name].place for segment in segmented.segments for name in _passing(segment)}
     return Sharded(segmented, AXIS, between, tuple(walk.inside))
@@ -46,7 +46,7 @@ class _Walk:
 
     def __init__(self, segmented: Segmented) -> None:
         captured = segmented.captured
-        self.bodies, self.sliced = segmented.bodies, captured.sliced
+        self.bodies, self.sliced, self.alone = segmented.bodies, captured.sliced, bool(captured.coupled)
         updated = {out.target for out in captured.updates()} if captured.sliced else set()
         alike: dict[object, Fact] = {}
         self.facts: dict[str, Fact] = {}
@@ -88,10 +88,17 @@ class _Walk:
             return
         self._sound.add(id(found))
         for target, fact in zip(segment.gradients, results[len(segment.backward_outputs) :], strict=True):
-            if not _adds_up(fact):
+            if not self.adds_up(fact):
                 raise CaptureError(
                     f"{segment.name}: the gradient of {target} is {fact.place}, where it must be a part of a sum"
                 )
+
+    def adds_up(self, fact: Fact) -> bool:
+        """Whether the slices' values add up to the whole batch's; one of a slice's own has its weight by then.
+
+        Where there is one slice, all do.
+        """
+        return self.alone or isinstance(fact.place, Partial | PerSlice) or fact.zero
 
     def _call(self, segment: Segment, function: Function, given: tuple[Fact, ...]) -> dict[str, Fact]:
         same = segment.body, id(function), *map(id, given)
@@ -132,11 +139,6 @@ def _inside_slice(function: Function, given: Sequence[Fact], where: str) -> dict
         values |= {out.name: out for out in node.outs if out is not None}
         facts |= in_slice(node, values, facts)
     return facts
-
-
-def _adds_up(fact: Fact) -> bool:
-    """Whether the slices' values add up to the whole batch's; one of a slice's own has its weight by then."""
-    return isinstance(fact.place, Partial | PerSlice) or fact.zero
 
 
 def _passing(segment: Segment) -> tuple[str, ...]:

@@ -119,10 +119,10 @@ def _batches(plan: Plan) -> tuple[int, int]:
     The two have a microbatch size in common, so that few bodies must be run anew. Where places have some samples of
     each microbatch, both have equal microbatches that can be split so.
     """
-    degree = plan.mesh.degree("dp")
+    degree = plan.mesh.parts
     parts = degree * plan.microbatches
-    if plan.tensor is not None and plan.tensor.multiple > 1:
-        return plan.batch, plan.batch + parts * plan.tensor.multiple
+    if plan.tensor is not None and plan.tensor.of_samples > 1:
+        return plan.batch, plan.batch + parts * plan.tensor.of_samples
     sizes = [size for share in pieces(plan.batch, degree) for size in pieces(share, plan.microbatches)]
     if len(set(sizes)) > 1:
         return plan.batch, parts * max(sizes)
@@ -225,9 +225,9 @@ def _check_outputs(
 
 def _whole(out: Output, value: Value, text: Text, plan: Plan, batch: int) -> tuple[int, ...]:
     """The shape of an output in which microbatches (and data ranks, where each rank gets the whole) are joined."""
-    degree = plan.mesh.degree("dp")
+    degree = plan.mesh.parts
     shares = pieces(batch, degree)
-    mine = text.mesh.coordinate(text.rank).get("dp", 0)
+    mine = text.mesh.part(text.rank)
     if out.partial:
         return value.at(1)
     if out.dim is None:

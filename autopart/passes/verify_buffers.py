@@ -19,7 +19,7 @@ Way = tuple[str, str, tuple[int, ...]]
 def buffers(text: Text, staged: Staged, values: Sequence[Sequence[tuple[str, Value]]]) -> int:
     """Check what a rank does to buffers; the number of updates. `values` are, by stage, those that it updates."""
     count = _check_updates(text, [[segment.updates for segment in stage] for stage in staged.stages])
-    degree = text.mesh.degree("dp")
+    degree = text.mesh.parts
     wanted: list[Way] = []
     for stage, updated in enumerate(values):
         for target, value in updated:

@@ -22,7 +22,7 @@ from dataclasses import replace
 
 from autopart.errors import CaptureError
 from autopart.ir.graph import Input, Node, Output, Ref, Value
-from autopart.ir.placement import Partial, PerSlice, Replicate
+from autopart.ir.placement import Partial, PerSlice, Replicate, Shard
 from autopart.passes.dependence import Fact, batch_dims
 from autopart.passes.judge import Judgement, Site, takes_sizes
 from autopart.passes.slices import Drawn, given, in_slice
@@ -60,6 +60,22 @@ def judge_slices(inputs: Sequence[Input], nodes: Sequence[Node], outputs: Sequen
         whole=(),
         prologue=tuple(name for node in nodes for name in node.names() if name in counted),
     )
+
+
+def judge_batch(inputs: Sequence[Input], nodes: Sequence[Node], outputs: Sequence[Output]) -> Judgement:
+    """Judge a joint graph that runs on one slice, the batch: all that it computes is the batch's own."""
+    values = {item.value.name: item.value for item in inputs}
+    updated = {out.target for out in outputs if out.kind == "mutation"}
+    facts = {item.value.name: given(item, item.target in updated) for item in inputs}
+    for node in nodes:
+        values |= {out.name: out for out in node.outs if out is not None}
+        facts |= in_slice(node, values, facts)
+    places = {name: fact.place for name, fact in facts.items()}
+    for out in outputs:
+        dims = batch_dims(values[out.name])
+        added = out.kind in ("loss", "grad") or (out.kind == "input_grad" and not dims)
+        places[out.name] = Partial() if added else Shard(dims[0]) if dims else Replicate()
+    return Judgement(placements=places, shares=(), output_shares=(), whole=(), prologue=())
 
 
 def counts(inputs: Sequence[Input], nodes: Sequence[Node], outputs: Sequence[Output]) -> frozenset[str]:

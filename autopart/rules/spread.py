@@ -7,7 +7,7 @@ its place has, and zero elsewhere. So a vocabulary stays split from the embeddin
     embedding(w, i)        rows of this place's part of w; zero for other rows. The places' results add up
     nll_loss(x, t)         the loss of the targets of this place's classes, all others ignored. These add up, too
 
-The functions here write those nodes for one place; attention is in `ring`.
+The functions here write those nodes for one place; attention is in `ring`, a batch norm's samples in `batch_norm`.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 
 from autopart.collectives import operator
 from autopart.ir.graph import Arg, Value
+from autopart.rules.batch_norm import NORMS
 from autopart.rules.factor import Call, Rule, wrap
 from autopart.rules.ring import RINGS
 from autopart.rules.writer import Sent, Spread, Writer, anyhow, consecutive
@@ -184,6 +185,7 @@ SPREADS: Mapping[str, Callable[[Call, Rule], Spread | None]] = {
     "embedding_dense_backward": _embedding_backward,
     "nll_loss_forward": _nll(_nll_forward),
     "nll_loss_backward": _nll(_nll_backward),
+    **NORMS,
     **RINGS,
 }
 """By the operator's name."""

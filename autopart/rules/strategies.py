@@ -187,7 +187,8 @@ def _result(ruled: Ruled, number: int, cut: Cut, degree: int) -> TensorPlacement
     shard = _split_of(ruled, rule.results[number] or (), cut, degree)
     if shard is not None:
         return shard
-    if not rule.contracts(number, cut.factor):
+    known = ruled.spread is not None and cut.factor == ruled.spread.factor and number in ruled.spread.whole
+    if known or not rule.contracts(number, cut.factor):
         return Replicate()
     return Partial() if rule.factors[cut.factor].reduction == "sum" else None  # a maximum does not add up
 

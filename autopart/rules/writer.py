@@ -116,6 +116,8 @@ class Sent:
 class Spread:
     """A blocked loop that may be split after all: `write` writes one place's nodes; results that lack the loop add up.
 
+    But for those in `whole`, by number, which every place has whole then.
+
     `beside` are loops that are split with it in the same way, of other operands and results. `sends` is what the places
     tell each other. `fits` says which cuts may be, given the number of places. In `turns`, as many as there are places,
     all that a place has is read.
@@ -127,6 +129,7 @@ class Spread:
     sends: tuple[Sent, ...] = ()
     beside: tuple[int, ...] = ()
     turns: bool = False
+    whole: tuple[int, ...] = ()
 
     def allows(self, cut: Cut, degree: int) -> bool:
         """Whether the loop may be cut so."""

@@ -116,7 +116,7 @@ def _world(loaded: Loaded, transport: Transport, states: States, given: Given) -
         given.inputs,
         dict(program.captured.batch_dims),
         given.shares,
-        plan.mesh.coordinate(loaded.rank).get("dp", 0),
+        plan.mesh.part(loaded.rank),
         namespace["MICROBATCHES"],
         given.draws,
         local=plan.inputs == "local",

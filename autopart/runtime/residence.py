@@ -77,7 +77,7 @@ class Residence:
 
     def _check_pieces(self) -> None:
         """Raise AutopartError unless the ranks that count have as many elements as each parameter. Collective."""
-        if not {axis for axis, size in self.mesh.axes if size > 1} - {"pp", "dp"}:
+        if not self.mesh.inside:
             return
         mine = {name: self._elements(name).count for name in self._homes if self.counts(name)}
         every = self.transport.all_gather_object(mine, self.everyone)

@@ -167,12 +167,11 @@ def held(state: State, mesh: Mesh, rank: int) -> tuple[Unit, ...]:
 
 def elements(unit: Unit, parameter: Parameter, mesh: Mesh, rank: int) -> Elements:
     """What the user's Parameter has on a rank, of which `parameter` is the one in `unit`."""
-    here, parts = mesh.coordinate(rank), mesh.degree("dp")
-    if here.get("pp", 0) not in unit.columns:
+    if mesh.coordinate(rank).get("pp", 0) not in unit.columns:
         return parameter.elements.cut(0, 0, 0)
-    if not unit.held_in_parts(parts):
+    if not unit.held_in_parts(mesh.degree("dp")):
         return parameter.elements
-    return parameter.elements.cut(0, *parameter.rows(here.get("dp", 0), parts))
+    return parameter.elements.cut(0, *parameter.rows(mesh.coordinate(rank).get("dp", 0), mesh.degree("dp")))
 
 
 def counts(unit: Unit, parameter: Parameter, mesh: Mesh, rank: int) -> bool:

@@ -308,7 +308,7 @@ class World(ValueCollectives):
         """The whole output on every rank: the data ranks of its stage broadcast their pieces, joined along `dim`."""
         self.end()
         mine = self.joined(parts, dim=dim) if parts is not None else None
-        degree = self.mesh.degree("dp")
+        degree = self.mesh.parts
         received = []
         for part in range(degree if dim is not None else 1):
             source = self.mesh.rank({"pp": self.place[stage], "dp": part})

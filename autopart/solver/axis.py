@@ -22,10 +22,10 @@ from autopart.rules.strategies import Ruled
 from autopart.rules.writer import Sent
 from autopart.solver.layout import IMPOSSIBLE, Moves
 
-WHOLE = ("cp",)
+WHOLE = ("cp", "dp")
 """The axes for what moves with the batch alone: parameters are whole at every place, and so are their gradients.
 
-They are for sequences: samples are split on `dp`.
+The first is for sequences, the second for samples (`Axis.by_samples`).
 """
 
 LOCAL = 1
@@ -80,6 +80,11 @@ class Axis:
     def whole_parameters(self) -> bool:
         """Whether parameters and their gradients are whole at every place."""
         return self.name in WHOLE
+
+    @property
+    def by_samples(self) -> bool:
+        """Whether it is the data axis: whatever can be split by samples is, and nothing otherwise."""
+        return self.name == "dp"
 
     def collective(self, kind: str, nbytes: int) -> int:
         """The time of one collective over a buffer of `nbytes` bytes."""

@@ -28,7 +28,7 @@ def check_counts(request: Request) -> None:
 def _least_data(request: Request, pipelines: list[int]) -> int:
     """The smallest data degree beside one of some numbers of pipeline ranks, and a tensor degree that is looked at."""
     if request.mesh is not None:
-        return request.mesh.degree("dp")
+        return request.mesh.parts
     wide = request.degrees if request.wide and request.schedules[0] in WHOLE else ()
     inner = (pp * tp for pp in pipelines for tp in (1, *wide) if request.devices % (pp * tp) == 0)
     most: int = max(inner)

@@ -177,7 +177,7 @@ def _offload(request: Request) -> Changes:
 
 def _microbatches(request: Request) -> Changes:
     if request.microbatches is not None and request.ranks is None:
-        count, dp = request.microbatches * 2, request.mesh.degree("dp") if request.mesh else 1
+        count, dp = request.microbatches * 2, request.mesh.parts if request.mesh else 1
         while count * dp <= request.batch:
             yield f"microbatches={count}", replace(request, microbatches=count)
             count *= 2

@@ -204,7 +204,7 @@ def _wired(
     found = []
     for segment in segmented.segments:
         body = segmented.bodies[segment.body]
-        wires, owners = _wires(body, segment, outside), _owners(body, segment)
+        wires, owners = _wires(body, segment, outside, axis), _owners(body, segment)
         units = tuple(unit for unit, name in wires.items() if name not in whole)
         pinned = {local: pins[target] for target, local in owners.items() if target in pins}
         key = segment.body, units, tuple(pinned.items())
@@ -287,7 +287,7 @@ def _owners(body: Body, segment: Segment) -> dict[str, str]:
     return owners
 
 
-def _wires(body: Body, segment: Segment, outside: set[str]) -> dict[str, str]:
+def _wires(body: Body, segment: Segment, outside: set[str], axis: Axis) -> dict[str, str]:
     """From units of a body's boundary to variables: names of values in the whole graph, and targets of parameters."""
     owners = _owners(body, segment)
     wires = {f"in {v.name}": name for v, name in zip(body.forward.inputs, segment.values, strict=False)}
@@ -298,7 +298,8 @@ def _wires(body: Body, segment: Segment, outside: set[str]) -> dict[str, str]:
         wires |= {f"in {v.name}": name for v, name in taken}
         results = (*segment.backward_outputs, *segment.gradients)
         for i, (local, name) in enumerate(zip(body.backward.outputs, results, strict=True)):
-            if i < len(segment.backward_outputs) or name not in owners:
+            apart = name in owners or axis.by_samples  # those of the data axis are not placed as parameters are
+            if i < len(segment.backward_outputs) or not apart:
                 wires[f"back {i} {local}"] = name
     return wires | {f"parameter {local}": target for target, local in owners.items() if target in outside}
 

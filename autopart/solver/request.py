@@ -20,7 +20,7 @@ from autopart.schedules.lookups import looking_up
 from autopart.schedules.spell import AUTO, is_table, splits_output
 from autopart.solver.counts import WHOLE, check_counts
 from autopart.solver.presets import Pinned, Rules, alternatives, check_host, offloaded
-from autopart.solver.variants import INSIDE, Costed, Degrees, Variant
+from autopart.solver.variants import Costed, Degrees, Variant
 
 LEAN = ("1f1b", "v1f1b", "vhalf", "vmin", *(f"{name}(chunks={v})" for v in (3, 4) for name in ("interleaved", "bfs")))
 """Of the schedules that are searched, those which hold little, for each number of stages a rank: they say whether
@@ -143,7 +143,7 @@ class Request:
 
     def samples(self, mesh: Mesh, microbatches: int) -> int:
         """The samples of the largest of so many microbatches of each data rank."""
-        return -(-self.batch // (mesh.degree("dp") * microbatches))
+        return -(-self.batch // (mesh.parts * microbatches))
 
     @property
     def searched(self) -> bool:
@@ -325,7 +325,7 @@ def pinned_mesh(mesh: Mapping[str, int] | Mesh | None) -> Mesh | None:
 
 def inside(mesh: Mesh) -> int:
     """The number of places over which a mesh splits the tensors inside segments."""
-    return prod(mesh.degree(axis) for axis in INSIDE)
+    return prod(mesh.inside.values())
 
 
 def _stages(stages: int | Sequence[str] | None, names: list[str]) -> tuple[int | None, tuple[int, ...]]:

@@ -249,7 +249,7 @@ def meshes(request: Request) -> Iterator[Mesh]:
         return
     for tp in dict.fromkeys(variant.degree for variant in request.variants):
         for mesh in shapes(request.devices, tp, len(request.costs)):
-            pp, enough = mesh.degree("pp"), request.batch >= mesh.degree("dp") * (request.microbatches or 1)
+            pp, enough = mesh.degree("pp"), request.batch >= mesh.parts * (request.microbatches or 1)
             if enough and request.ranks in (None, pp):
                 yield mesh
 
@@ -293,7 +293,7 @@ def _microbatches(request: Request, mesh: Mesh) -> Iterator[int]:
     if request.microbatches is not None:
         yield request.microbatches
         return
-    largest, pp = request.batch // mesh.degree("dp"), mesh.degree("pp")
+    largest, pp = request.batch // mesh.parts, mesh.degree("pp")
     count = min(largest, 4 * pp) if pp > 1 else 1
     while count < largest:
         yield count

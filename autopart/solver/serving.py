@@ -18,13 +18,13 @@ import time
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from math import inf
 from types import MappingProxyType
 from typing import Unpack
 
 from autopart.ir.cost import SegmentCost
-from autopart.ir.placement import Placement
+from autopart.ir.placement import Modes, Placement
 from autopart.ir.plan import Plan, Prediction, Stage, stage_ranks
 from autopart.ir.plan_text import schedule
 from autopart.ir.tensor_plan import TensorPlan
@@ -32,7 +32,7 @@ from autopart.ir.traffic import sent_bytes
 from autopart.solver.axis import linked
 from autopart.solver.infeasible import infeasible
 from autopart.solver.joint import Progress
-from autopart.solver.kinds import FEMTOSECONDS
+from autopart.solver.kinds import FEMTOSECONDS, Sums
 from autopart.solver.memory import MemoryModel
 from autopart.solver.question import PINS, Question, deadline, with_degrees
 from autopart.solver.request import Pins, Request
@@ -162,17 +162,19 @@ def _points(space: Space, setting: Setting) -> Iterator[Served]:
             yield Served(setting, found, elapsed[-1] + passing + (m - 1) * busiest, m * busiest)
 
 
-def _elapsed(space: Space, setting: Setting) -> list[int]:
+def _elapsed(space: Space, setting: Setting) -> Sums:
     """The time of a microbatch's forward through the segments, summed from the first one on."""
-    table, modes, dp = space.table(setting), space.modes(setting), setting.mesh.degree("dp")
+    table, placed, dp = space.table(setting), space.placed(setting), setting.mesh.degree("dp")
     cluster = linked(space.request.cluster, setting.mesh, "dp")
-    times = [after - before for before, after in pairwise(table.forward)]
-    for i, (kind, mode) in enumerate(zip(table.kinds, modes, strict=True)):
-        nbytes = table.numbers[kind].parameter_bytes
+
+    def passed(kind: int, mode: Modes) -> int:
+        """The time of a segment, its parameters gathered before where they lie in parts."""
+        seconds, nbytes = 0.0, table.numbers[kind].parameter_bytes
         if dp > 1 and mode.gathered and nbytes:
             seconds = cluster.link_latency + sent_bytes("all_gather", nbytes, dp) / cluster.link_bandwidth
-            times[i] += round(seconds * FEMTOSECONDS)
-    return list(accumulate(times, initial=0))
+        return table.times[kind][0] + round(seconds * FEMTOSECONDS)
+
+    return placed.kinds.sums(list(map(passed, placed.plain, placed.modes)))
 
 
 def _slowest(elapsed: Sequence[int], starts: Sequence[int]) -> int:
@@ -235,9 +237,12 @@ def thinned(points: Sequence[Served], n: int) -> list[Served]:
 def plan_of(space: Space, point: Served, *, complete: bool, fingerprint: str) -> Plan:
     """A point as a plan. Its step is the latency of a batch."""
     setting, request = point.setting, space.request
-    elapsed, table = _elapsed(space, setting), space.table(setting)
-    numbers = tuple(table.numbers[kind] for kind in table.kinds)
-    model = MemoryModel(numbers, space.modes(setting), setting.mesh.degree("dp"), request.optimizer_ratio)
+    elapsed, placed = _elapsed(space, setting), space.placed(setting)
+    numbers = placed.numbers(space.table(setting))
+    modes = tuple(placed.modes[kind] for kind in placed.kinds.of)
+    model = MemoryModel(
+        tuple(numbers[kind] for kind in placed.kinds.of), modes, setting.mesh.degree("dp"), request.optimizer_ratio
+    )
     runs = list(pairwise([*point.starts, len(request.costs)]))
     seconds = tuple((elapsed[j] - elapsed[i]) / FEMTOSECONDS for i, j in runs)
     busy = setting.microbatches * sum(seconds) / len(seconds)

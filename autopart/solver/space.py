@@ -110,7 +110,8 @@ class Space:
                     Setting(mesh, count, rules, self.request.schedules[0], rank, variant)
                     for count in self._counts(mesh)
                     if self._exists(mesh.degree("pp"), count)
-                    for rank, rules in enumerate(alternatives)
+                    for rank, rules in enumerate(self.request.placements)
+                    if rules in alternatives
                     for variant in self.request.variants_on(mesh, count)
                 ]
         return tuple(found)
@@ -153,7 +154,7 @@ class Space:
         if self.request.microbatches is not None:
             yield self.request.microbatches
             return
-        most = self.request.batch // mesh.degree("dp")
+        most = self.request.batch // mesh.parts
         powers = {1 << i for i in range(most.bit_length())}
         yield from sorted({*powers, min(most, 4 * mesh.degree("pp")), most})
 

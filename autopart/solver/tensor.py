@@ -18,7 +18,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autopart.ir.graph import Node, Size, Value
-from autopart.ir.placed import Cut, Move, PlacedBody, PlacedFunction, Strategy
+from autopart.ir.placed import Cut, Move, PlacedBody, PlacedFunction, Strategy, of_gradient
 from autopart.ir.placement import Partial, Replicate, Shard, TensorPlacement
 from autopart.ir.segmented import Body, Function, Segment
 from autopart.rules.alias import roots
@@ -162,7 +162,7 @@ class _Build:
             self.ruled = [replace(r, spread=None) if r.spread and r.spread.turns else r for r in self.ruled]
         self._alike: dict[str, str] = {}
         for owner, gradient in self.gradients:
-            if owner is not None and self._key(owner) != self._key(gradient):
+            if owner is not None and not axis.by_samples and self._key(owner) != self._key(gradient):
                 self._alike[self._key(gradient)] = self._key(owner)
 
     def build(self, *, split: bool = True) -> BodyLayout:
@@ -170,6 +170,8 @@ class _Build:
         cuts, shards = self._candidates() if split else ([set[Cut]()] * len(self.nodes), {})
         options = [strategies(r, sorted(c, key=str), self.degree) for r, c in zip(self.ruled, cuts, strict=True)]
         options = options if split else [taken[:1] for taken in options]
+        if self.axis.by_samples:
+            options = [tuple(s for s in taken if s.cut is not None) or taken for taken in options]
         for other in self.others:
             options, shards = self._common(options, shards, other)
         pending = self._pending(options)
@@ -232,6 +234,8 @@ class _Build:
 
     def _comes_into_question(self, ruled: Ruled, cut: Cut) -> bool:
         assert ruled.rule is not None  # cuts are of its factors
+        if self.axis.by_samples:
+            return self.axis.divides and isinstance(ruled.rule.factors[cut.factor].size, Size)
         return self.axis.divides or not takes_samples(ruled.rule.factors, cut, self.degree)
 
     def _cuts(self, ruled: Ruled, key: str, shard: Shard) -> Iterator[Cut]:
@@ -277,7 +281,7 @@ class _Build:
 
     def _pending(self, options: Sequence[tuple[Strategy, ...]]) -> set[str]:
         """The values that some strategy needs or gives as a part of a sum."""
-        found = set()
+        found = {gradient for _, gradient in self.gradients if self.axis.by_samples}
         for ruled, taken in zip(self.ruled, options, strict=True):
             for strategy in taken:
                 names = [o.value.name for o in ruled.call.operands]
@@ -315,13 +319,13 @@ class _Build:
             yield Unit(f"fixed {name}", (), (name,), (Option((), (0,)),))
 
     def _own_parameters(self) -> Iterator[Unit]:
-        """A parameter and its gradients have one placement; it is never a part of a sum."""
+        """A parameter has one placement, of which its gradients' follows; it is never a part of a sum."""
         for target, name in self.parameters.items():
             makes = tuple(n for n in (name, self.late.get(name)) if n in self.values)
             grads = tuple(gradient for owner, gradient in self.gradients if owner == name)
             options = []
             for how in self._allowed(target, name, self._kept(makes[0])):
-                needs = tuple(self.places[g].index(how) for g in grads)
+                needs = tuple(self.places[g].index(of_gradient(self.axis.name, how)) for g in grads)
                 gives = tuple(self.places[n].index(how) for n in makes)
                 options.append(Option(needs, gives, 0, self._bytes(makes[0], how) * self.axis.copies))
             yield Unit(f"parameter {name}", grads, makes, tuple(options))
@@ -363,11 +367,12 @@ class _Build:
                 own = i >= len(self.segment.backward_outputs)
                 if not own or name not in taken:
                     whole = name in self.whole or (own and self.axis.whole_parameters)
-                    yield self._sink(f"back {i} {name}", self.late.get(name, name), whole=whole)
+                    how = of_gradient(self.axis.name, Replicate()) if own else Replicate()
+                    yield self._sink(f"back {i} {name}", self.late.get(name, name), whole=whole, how=how)
 
-    def _sink(self, unit: str, name: str, *, whole: bool) -> Unit:
-        count = 1 if whole else len(self.places[name])
-        return Unit(unit, (name,), (), tuple(Option((i,), ()) for i in range(count)))
+    def _sink(self, unit: str, name: str, *, whole: bool, how: TensorPlacement | None = None) -> Unit:
+        picked = [self.places[name].index(how or Replicate())] if whole else range(len(self.places[name]))
+        return Unit(unit, (name,), (), tuple(Option((i,), ()) for i in picked))
 
     def _bytes(self, name: str, how: TensorPlacement) -> int:
         return round(self.axis.local_bytes(self.values[name], how))

@@ -15,9 +15,6 @@ Costed = tuple[TensorPlan | None, Sequence[SegmentCost], Sequence[SegmentCost]]
 Degrees = Mapping[int, Callable[[], Sequence[Costed]]]
 """By tensor degree, what finds the placements that come into question there. It is called where they can be of use."""
 
-INSIDE = ("tp", "ep", "cp")
-"""The axes that split the tensors inside segments, in the order in which they are placed: the fastest links first."""
-
 
 @dataclass(frozen=True, slots=True)
 class Variant:
@@ -63,16 +60,15 @@ class Variant:
 
     def on(self, mesh: Mesh) -> bool:
         """Whether it is for the axes inside segments that a mesh has, or for a mesh without one."""
-        sizes = {axis: mesh.degree(axis) for axis in INSIDE if mesh.degree(axis) > 1}
-        return sizes == {each.axis: each.degree for each in (self.tensor.axes if self.tensor is not None else ())}
+        return mesh.inside == {each.axis: each.degree for each in (self.tensor.axes if self.tensor is not None else ())}
 
     def fits(self, mesh: Mesh, batch: int, microbatches: int) -> bool:
         """Whether each of so many microbatches of every data rank can be split over the places, as `Plan.fits` says."""
-        if self.tensor is None or self.tensor.multiple == 1:
+        if self.tensor is None or (multiple := self.tensor.of_samples) == 1:
             return True
-        shares = {pieces(batch, mesh.degree("dp"))[at] for at in (0, -1)}
+        shares = {pieces(batch, mesh.parts)[at] for at in (0, -1)}
         sizes = (pieces(share, microbatches)[at] for share in shares for at in (0, -1))
-        return all(size > 0 and size % self.tensor.multiple == 0 for size in sizes)
+        return all(size > 0 and size % multiple == 0 for size in sizes)
 
     def recomputing(self, places: Collection[int]) -> Variant:
         """The variant with some more segments recomputed."""

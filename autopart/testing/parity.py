@@ -126,8 +126,8 @@ def assert_parity(
     data than `args` and `kwargs` for each step, of any batch size. `loss` makes the loss of what a module without one
     returns.
 
-    With semantics "accumulate" the other side is the plain module fed slice by slice (see `Sliced`, also for `weight`),
-    and buffers are compared too.
+    With semantics "accumulate" the other side is the plain module fed slice by slice (see `Sliced`, also for `weight`).
+    Buffers are compared too then, and where samples are coupled.
 
     Raises AssertionError naming the first thing that differs, with both values; ValueError for random operations under
     "accumulate", where a plain module that is fed a slice does not know which part of a draw is the slice's.
@@ -150,7 +150,7 @@ def assert_parity(
 
     for rank, found in enumerate(LocalWorld(program.plan.mesh.size).run(rank_main)):
         compare(found, expected, tolerance, f"rank {rank}")
-        if semantics == "accumulate":
+        if semantics == "accumulate" or program.captured.coupled:
             assert_close(found.buffers, expected.buffers, tolerance, f"rank {rank}: after {steps} steps: buffer")
 
 
@@ -224,7 +224,7 @@ def _compiled(
     """The program under a given plan, or under that which the pins leave; the call is captured once."""
     if given is not None:
         return compile(model, given, args, kwargs, **meaning)
-    captured = sampled(model, args, kwargs, **meaning)
+    captured = sampled(model, args, kwargs, **meaning, microbatches=pins.get("microbatches"))
     plan = planned(captured, **pins)
     return lower(segment(captured, cuts=plan.cuts), plan)
 
@@ -239,7 +239,7 @@ def _on_one_device(
     """A plain copy, fed in slices where each is to compute as if it were the batch."""
     if semantics != "accumulate":
         return copy.deepcopy(model)
-    degree, microbatches = program.plan.mesh.degree("dp"), program.plan.microbatches
+    degree, microbatches = program.plan.mesh.parts, program.plan.microbatches
     if (random := program.captured.of_kind("random")) and degree * microbatches > 1:
         raise ValueError(
             f"semantics: with 'accumulate' random operations ({random[0].target}) cannot be compared, since one device "

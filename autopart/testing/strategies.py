@@ -88,7 +88,7 @@ def plans(
     segmented = segment(captured)
     names = [item.name for item in segmented.segments]
     mesh = draw(meshes(max_devices=min(max_devices, captured.batch), max_stages=len(names)))
-    microbatches = draw(st.integers(1, captured.batch // mesh.degree("dp")))
+    microbatches = draw(st.integers(1, captured.batch // mesh.parts))
     built = filter(_executed, _built(mesh.degree("pp"), microbatches))
     whole = bool(undivided(captured))
     tokens = _tokens(captured)
