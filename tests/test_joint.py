@@ -503,7 +503,12 @@ def test_pins_that_contradict_each_other_are_named() -> None:
         choose(gpt(), placement="ddp", **pins)
     assert "mesh={'dp': 4} and placement='ddp' are each fine alone, but not together." in str(refusal.value)
     assert refusal.value.core == ("mesh={'dp': 4}", "placement='ddp'", "500.0 MiB per device")
-    free = {**pins, "mesh": None, "devices": 4, "memory": "30MiB", "recompute": False}
-    with pytest.raises(PlanInfeasible, match=r"It fits with: .*(\d such devices|devices=8);") as refusal:
-        choose([layer(f"h.{i}", parameters=4 * MIB) for i in range(16)], **free)
+    free = {**pins, "mesh": None, "devices": 4, "memory": "58MiB", "recompute": False}
+    layers = [layer(f"h.{i}", parameters=4 * MIB) for i in range(16)]
+    with pytest.raises(PlanInfeasible, match=r"It fits with: .*devices=\d;") as refusal:
+        choose(layers, **free)
     assert "memory=" in str(refusal.value)
+    count = next(int(way[-1]) for way in refusal.value.ways if way.startswith("devices="))
+    assert choose(layers, **{**free, "devices": count})
+    with pytest.raises(PlanInfeasible):
+        choose(layers, **{**free, "devices": count - 1})

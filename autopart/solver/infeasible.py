@@ -20,6 +20,9 @@ from autopart.solver.split import bottleneck
 MOST = 64
 """How many times as many devices are tried at most."""
 
+FEW = 16
+"""Up to how many devices a few more are tried, and not only twice as many."""
+
 NAMED = 8
 """How many layers are named at most, rather than all of them."""
 
@@ -219,15 +222,15 @@ def _meshes(request: Request) -> Changes:
 
 
 def _devices(request: Request) -> Changes:
-    """Twice as many devices, and so on."""
+    """Of a few devices each larger number up to twice as many; then twice as many, and so on."""
     if request.mesh is None and request.ranks is None and request.stages is None:
-        count = 2 * request.devices
-        while count <= MOST * request.devices:
+        now = request.devices
+        between = range(now + 1, 2 * now) if now <= FEW else ()
+        for count in (*between, *(now << times for times in range(1, MOST.bit_length()))):
             changed = replace(request, devices=count)
             if next(iter(Space(changed).settings), None) is not None:
                 there = count <= request.cluster.devices
                 yield f"devices={count}" if there else f"{count} such devices", changed
-            count *= 2
 
 
 def _memory(least: int) -> tuple[str, int]:
