@@ -62,12 +62,22 @@ def test_f093_a_registered_operator_trains_as_on_one_device(capture: str, pins: 
 
 
 def test_without_a_rule_the_refusal_names_the_way_out() -> None:
-    model = autopart.parallelize(Fused(), devices=2, mesh={"dp": 2}, capture="direct")
+    model = autopart.parallelize(Fused(), devices=2, mesh={"dp": 2}, microbatches=2, capture="direct")
     with pytest.raises(autopart.CaptureError, match=r"autopart_tests.fused.default .*no factor rule") as error:
         model(torch.randn(6, 3, 4))
     assert "autopart.register_sharding_rule(" in str(error.value) and "test_register.py:" in str(error.value)
     with registered(FUSED), pytest.raises(autopart.CaptureError, match=r"fused_backward.default .*no factor rule"):
         model(torch.randn(6, 3, 4))  # the operator that its backward calls is one of its own
+
+
+def test_without_a_rule_all_samples_are_computed_on_every_rank_of_one_microbatch() -> None:
+    model = Fused()
+    plan = autopart.plan(model, (torch.randn(6, 3, 4),), mesh={"dp": 2}, capture="direct")
+    assert any(
+        "autopart_tests.fused.default has no sharding rule, so every place computes all of it" in note
+        for note in plan.notes
+    )
+    assert_parity(model, (torch.randn(6, 3, 4),), mesh={"dp": 2}, steps=1)
 
 
 def test_a_rule_that_does_not_fit_is_refused_with_the_line() -> None:
@@ -86,7 +96,7 @@ def test_a_rule_that_does_not_fit_is_refused_with_the_line() -> None:
 
 
 def test_a_coupled_batch_is_refused() -> None:
-    model = autopart.parallelize(Fused(), devices=2, mesh={"dp": 2}, capture="direct")
+    model = autopart.parallelize(Fused(), devices=2, mesh={"dp": 2}, microbatches=2, capture="direct")
     with (
         registered((*FUSED[:2], {"whole": "b"}), FUSED_BACKWARD),
         pytest.raises(autopart.CaptureError, match="couples the samples of a batch"),
