@@ -26,6 +26,7 @@ from autopart.ir.plan import Plan
 from autopart.ir.program import Program, RankProgram
 from autopart.ir.staged import Staged
 from autopart.ir.state import State
+from autopart.passes.reuse import reuse
 from autopart.passes.schedule import with_collectives
 from autopart.schedules.stream import overlaps, stream_of
 
@@ -46,7 +47,7 @@ def emit(
     bodies = bodies or Bodies()
     ranks, places = [], (staged, *others)
     planned = [with_collectives(each, scheduled, mesh.degree("dp")) for each in places]
-    for rank, text in enumerate(sources(places, scheduled, plan)):
+    for rank, text in enumerate(sources(tuple(map(reuse, places)), scheduled, plan)):
         place = plan.place_inside(rank)
         actions = observe(text, rank, captured, places[place].state, plan, plan.batch, bodies).actions
         expected = planned[place][mesh.coordinate(rank).get("pp", 0)]

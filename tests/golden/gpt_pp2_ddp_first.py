@@ -23,7 +23,7 @@ def wte_forward(b, B, ids, weight, wpe_weight):
     # wpe | models.py:81  x = self.wte(ids) + self.wpe(torch.arange(ids.shape[1], device=ids.device))
     embedding_1 = aten.embedding.default(wpe_weight, arange)
     # models.py:81  x = self.wte(ids) + self.wpe(torch.arange(ids.shape[1], device=ids.device))
-    add = aten.add.Tensor(embedding, embedding_1)
+    add = aten.add.out(embedding, embedding_1, out=embedding)
     return add, (arange, ids)
 
 
@@ -80,7 +80,7 @@ def blocks_forward(
     view_5 = aten.view.default(addmm_1, [b, 8, 16])
     del reshape, t_1, addmm_1
     # models.py:52  x = x + self.proj(y.transpose(1, 2).reshape(batch, length, width))
-    add = aten.add.Tensor(x, view_5)
+    add = aten.add.out(x, view_5, out=view_5)
     del view_5
     # norm2 | models.py:53  return x + self.down(F.gelu(self.up(self.norm2(x))))
     layer_norm_3, layer_norm_4, layer_norm_5 = aten.native_layer_norm.default(
@@ -101,7 +101,7 @@ def blocks_forward(
     view_9 = aten.view.default(addmm_3, [b, 8, 16])
     del gelu, t_3, addmm_3
     # models.py:53  return x + self.down(F.gelu(self.up(self.norm2(x))))
-    add_1 = aten.add.Tensor(add, view_9)
+    add_1 = aten.add.out(add, view_9, out=view_9)
     return (
         add_1, (view_8, view_7, view_6, add, layer_norm_4, layer_norm_5, reshape_1, transpose, transpose_1,
         transpose_2, attention, attention_1, view, x, layer_norm_1, layer_norm_2),
@@ -127,7 +127,7 @@ def blocks_backward(
     view_12 = aten.view.default(mm, [b, 8, 64])
     del view_10, mm, t_4, sum
     # models.py:53  return x + self.down(F.gelu(self.up(self.norm2(x))))
-    gelu_backward = aten.gelu_backward.default(view_12, view_7)
+    gelu_backward = aten.gelu_backward.grad_input(view_12, view_7, grad_input=view_12)
     del view_12
     # up | models.py:53  return x + self.down(F.gelu(self.up(self.norm2(x))))
     view_13 = aten.view.default(gelu_backward, [8 * b, 64])
@@ -144,7 +144,7 @@ def blocks_backward(
     )
     del view_15
     # models.py:53  return x + self.down(F.gelu(self.up(self.norm2(x))))
-    add_3 = aten.add.Tensor(add_2, layer_norm_backward)
+    add_3 = aten.add.out(add_2, layer_norm_backward, out=add_2)
     del add_2, layer_norm_backward
     # proj | models.py:52  x = x + self.proj(y.transpose(1, 2).reshape(batch, length, width))
     view_16 = aten.view.default(add_3, [8 * b, 16])
@@ -190,7 +190,7 @@ def blocks_backward(
     )
     del view_20
     # models.py:49  for t in self.qkv(self.norm1(x)).split(width, dim=2)
-    add_4 = aten.add.Tensor(add_3, layer_norm_backward_3)
+    add_4 = aten.add.out(add_3, layer_norm_backward_3, out=add_3)
     return (
         add_4, (layer_norm_backward_4, layer_norm_backward_5, mm_7, reshape_6, mm_5, view_17,
         layer_norm_backward_1, layer_norm_backward_2, mm_3, view_14, mm_1, view_11),
@@ -236,7 +236,7 @@ def blocks_3_forward(
     view_5 = aten.view.default(addmm_1, [b, 8, 16])
     del reshape, t_1, addmm_1
     # models.py:52  x = x + self.proj(y.transpose(1, 2).reshape(batch, length, width))
-    add = aten.add.Tensor(x, view_5)
+    add = aten.add.out(x, view_5, out=view_5)
     del view_5
     # norm2 | models.py:53  return x + self.down(F.gelu(self.up(self.norm2(x))))
     layer_norm_3, layer_norm_4, layer_norm_5 = aten.native_layer_norm.default(
@@ -257,7 +257,7 @@ def blocks_3_forward(
     view_9 = aten.view.default(addmm_3, [b, 8, 16])
     del gelu, t_3, addmm_3
     # models.py:53  return x + self.down(F.gelu(self.up(self.norm2(x))))
-    add_1 = aten.add.Tensor(add, view_9)
+    add_1 = aten.add.out(add, view_9, out=view_9)
     return (
         add_1, (view_8, view_7, view_6, add, layer_norm_4, layer_norm_5, reshape_1, transpose, transpose_1,
         transpose_2, attention, attention_1, view, x, layer_norm_1, layer_norm_2),
@@ -283,7 +283,7 @@ def blocks_3_backward(
     view_12 = aten.view.default(mm, [b, 8, 64])
     del view_10, mm, t_4, sum
     # models.py:53  return x + self.down(F.gelu(self.up(self.norm2(x))))
-    gelu_backward = aten.gelu_backward.default(view_12, view_7)
+    gelu_backward = aten.gelu_backward.grad_input(view_12, view_7, grad_input=view_12)
     del view_12
     # up | models.py:53  return x + self.down(F.gelu(self.up(self.norm2(x))))
     view_13 = aten.view.default(gelu_backward, [8 * b, 64])
@@ -300,7 +300,7 @@ def blocks_3_backward(
     )
     del view_15
     # models.py:53  return x + self.down(F.gelu(self.up(self.norm2(x))))
-    add_3 = aten.add.Tensor(add_2, layer_norm_backward)
+    add_3 = aten.add.out(add_2, layer_norm_backward, out=add_2)
     del add_2, layer_norm_backward
     # proj | models.py:52  x = x + self.proj(y.transpose(1, 2).reshape(batch, length, width))
     view_16 = aten.view.default(add_3, [8 * b, 16])
@@ -346,7 +346,7 @@ def blocks_3_backward(
     )
     del view_20
     # models.py:52  x = x + self.proj(y.transpose(1, 2).reshape(batch, length, width))
-    add_4 = aten.add.Tensor(add_3, layer_norm_backward_3)
+    add_4 = aten.add.out(add_3, layer_norm_backward_3, out=add_3)
     return (
         add_4, (layer_norm_backward_4, layer_norm_backward_5, mm_7, reshape_6, mm_5, view_17,
         layer_norm_backward_1, layer_norm_backward_2, mm_3, view_14, mm_1, view_11),

@@ -65,7 +65,7 @@ def blocks_4_forward(
     view_5 = aten.view.default(addmm_1, [b, 8, 16])
     del reshape, t_1, addmm_1
     # models.py:52  x = x + self.proj(y.transpose(1, 2).reshape(batch, length, width))
-    add_1 = aten.add.Tensor(add, view_5)
+    add_1 = aten.add.out(add, view_5, out=view_5)
     del view_5
     # norm2 | models.py:53  return x + self.down(F.gelu(self.up(self.norm2(x))))
     layer_norm_3, layer_norm_4, layer_norm_5 = aten.native_layer_norm.default(
@@ -86,7 +86,7 @@ def blocks_4_forward(
     view_9 = aten.view.default(addmm_3, [b, 8, 16])
     del gelu, t_3, addmm_3
     # models.py:53  return x + self.down(F.gelu(self.up(self.norm2(x))))
-    add_2 = aten.add.Tensor(add_1, view_9)
+    add_2 = aten.add.out(add_1, view_9, out=view_9)
     return (
         add_2, (view_8, view_7, view_6, add_1, layer_norm_4, layer_norm_5, reshape_1, transpose, transpose_1,
         transpose_2, attention, attention_1, view, add, layer_norm_1, layer_norm_2),
@@ -110,7 +110,7 @@ def blocks_4_backward(
     view_12 = aten.view.default(mm, [b, 8, 64])
     del view_10, mm, t_4, sum
     # models.py:53  return x + self.down(F.gelu(self.up(self.norm2(x))))
-    gelu_backward = aten.gelu_backward.default(view_12, view_7)
+    gelu_backward = aten.gelu_backward.grad_input(view_12, view_7, grad_input=view_12)
     del view_12
     # up | models.py:53  return x + self.down(F.gelu(self.up(self.norm2(x))))
     view_13 = aten.view.default(gelu_backward, [8 * b, 64])
@@ -127,7 +127,7 @@ def blocks_4_backward(
     )
     del view_15
     # models.py:53  return x + self.down(F.gelu(self.up(self.norm2(x))))
-    add_3 = aten.add.Tensor(dx, layer_norm_backward)
+    add_3 = aten.add.out(dx, layer_norm_backward, out=layer_norm_backward)
     del layer_norm_backward
     # proj | models.py:52  x = x + self.proj(y.transpose(1, 2).reshape(batch, length, width))
     view_16 = aten.view.default(add_3, [8 * b, 16])
@@ -173,7 +173,7 @@ def blocks_4_backward(
     )
     del view_20
     # models.py:49  for t in self.qkv(self.norm1(x)).split(width, dim=2)
-    add_4 = aten.add.Tensor(add_3, layer_norm_backward_3)
+    add_4 = aten.add.out(add_3, layer_norm_backward_3, out=add_3)
     return (
         add_4, (layer_norm_backward_4, layer_norm_backward_5, mm_7, reshape_6, mm_5, view_17,
         layer_norm_backward_1, layer_norm_backward_2, mm_3, view_14, mm_1, view_11),
@@ -221,7 +221,7 @@ def blocks_v2_forward(
     view_5 = aten.view.default(addmm_1, [b, 8, 16])
     del reshape, t_1, addmm_1
     # models.py:52  x = x + self.proj(y.transpose(1, 2).reshape(batch, length, width))
-    add_1 = aten.add.Tensor(add, view_5)
+    add_1 = aten.add.out(add, view_5, out=view_5)
     del view_5
     # norm2 | models.py:53  return x + self.down(F.gelu(self.up(self.norm2(x))))
     layer_norm_3, layer_norm_4, layer_norm_5 = aten.native_layer_norm.default(
@@ -242,7 +242,7 @@ def blocks_v2_forward(
     view_9 = aten.view.default(addmm_3, [b, 8, 16])
     del gelu, t_3, addmm_3
     # models.py:53  return x + self.down(F.gelu(self.up(self.norm2(x))))
-    add_2 = aten.add.Tensor(add_1, view_9)
+    add_2 = aten.add.out(add_1, view_9, out=view_9)
     return (
         add_2, (view_8, view_7, view_6, add_1, layer_norm_4, layer_norm_5, reshape_1, transpose, transpose_1,
         transpose_2, attention, attention_1, view, add, layer_norm_1, layer_norm_2),
@@ -266,7 +266,7 @@ def blocks_v2_backward(
     view_12 = aten.view.default(mm, [b, 8, 64])
     del view_10, mm, t_4, sum
     # models.py:53  return x + self.down(F.gelu(self.up(self.norm2(x))))
-    gelu_backward = aten.gelu_backward.default(view_12, view_7)
+    gelu_backward = aten.gelu_backward.grad_input(view_12, view_7, grad_input=view_12)
     del view_12
     # up | models.py:53  return x + self.down(F.gelu(self.up(self.norm2(x))))
     view_13 = aten.view.default(gelu_backward, [8 * b, 64])
@@ -283,7 +283,7 @@ def blocks_v2_backward(
     )
     del view_15
     # models.py:53  return x + self.down(F.gelu(self.up(self.norm2(x))))
-    add_3 = aten.add.Tensor(dx, layer_norm_backward)
+    add_3 = aten.add.out(dx, layer_norm_backward, out=layer_norm_backward)
     del layer_norm_backward
     # proj | models.py:52  x = x + self.proj(y.transpose(1, 2).reshape(batch, length, width))
     view_16 = aten.view.default(add_3, [8 * b, 16])
@@ -329,7 +329,7 @@ def blocks_v2_backward(
     )
     del view_20
     # models.py:49  for t in self.qkv(self.norm1(x)).split(width, dim=2)
-    add_4 = aten.add.Tensor(add_3, layer_norm_backward_3)
+    add_4 = aten.add.out(add_3, layer_norm_backward_3, out=add_3)
     return (
         add_4, (layer_norm_backward_4, layer_norm_backward_5, mm_7, reshape_6, mm_5, view_17,
         layer_norm_backward_1, layer_norm_backward_2, mm_3, view_14, mm_1, view_11),
@@ -349,7 +349,7 @@ def norm_forward(b, B, x, labels, to_copy, weight, bias, wte_weight):
     # models.py:90  return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
     view_1 = aten.view.default(unsafe_view, [8 * b, 32])
     view_2 = aten.view.default(labels, [8 * b])
-    log_softmax = aten._log_softmax.default(view_1, 1, False)
+    log_softmax = aten._log_softmax.out(view_1, 1, False, out=view_1)
     nll_loss_forward, _ = aten.nll_loss_forward.default(log_softmax, view_2, None, 2, -100)
     div = aten.div.Tensor(nll_loss_forward, to_copy)
     return div, (log_softmax, view_2, view, x, layer_norm_1, layer_norm_2)
@@ -362,8 +362,8 @@ def norm_backward(
     # models.py:90  return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
     div_1 = aten.div.Tensor(dx, to_copy)
     nll_loss_backward = aten.nll_loss_backward.default(div_1, log_softmax, view_2, None, 2, -100, to_copy)
-    log_softmax_backward_data = aten._log_softmax_backward_data.default(
-        nll_loss_backward, log_softmax, 1, torch.float64,
+    log_softmax_backward_data = aten._log_softmax_backward_data.out(
+        nll_loss_backward, log_softmax, 1, torch.float64, out=nll_loss_backward,
     )
     view_3 = aten.view.default(log_softmax_backward_data, [b, 8, 32])
     del div_1, nll_loss_backward, log_softmax_backward_data

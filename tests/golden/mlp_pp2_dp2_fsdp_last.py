@@ -21,7 +21,7 @@ def layers_forward(b, B, x, p0_weight, p0_bias):
     addmm = aten.addmm.default(p0_bias, x, t)
     del t
     # 1 | models.py:29  return F.mse_loss(self.out(self.layers(x)), y)
-    tanh = aten.tanh.default(addmm)
+    tanh = aten.tanh.out(addmm, out=addmm)
     return tanh, (tanh, x)
 
 
