@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,11 +74,19 @@ def exchanges(function: Function, batch: int) -> tuple[Exchange, ...]:
 class ExchangeWorld:
     """Stands for the world in a body that runs on tensors without data: notes collectives, makes their shapes.
 
-    `places` are those of this rank, by axis; `operands` the names of what collectives are given, by line of the body.
+    `places` are those of this rank, by axis; `operands` the names of what collectives are given, by line of the body;
+    `lend` is told of each value that one is given.
     """
 
-    def __init__(self, places: Mapping[str, int], operands: Mapping[int, str], file: str, first: int) -> None:
-        self.places, self.operands, self.file, self.first = places, operands, file, first
+    def __init__(
+        self,
+        places: Mapping[str, int],
+        operands: Mapping[int, str],
+        file: str,
+        first: int,
+        lend: Callable[[torch.Tensor], None],
+    ) -> None:
+        self.places, self.operands, self.file, self.first, self.lend = places, operands, file, first, lend
         self.noted: list[Exchange] = []
 
     def all_reduce_values(self, x: torch.Tensor, *, axis: str, how: str) -> torch.Tensor:
@@ -159,5 +167,6 @@ class ExchangeWorld:
 
     def _note(self, kind: str, axis: str, x: torch.Tensor, shape: tuple[int, ...], what: tuple[Any, ...]) -> None:
         self._place(axis)
+        self.lend(x)
         line = executing(self.file) - self.first
         self.noted.append(Exchange(kind, axis, shape, x.dtype, what, self.operands.get(line, ""), line))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import ast
 import inspect
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from types import CodeType
 from typing import Any
 
@@ -48,11 +48,54 @@ def _unread(body: ast.FunctionDef) -> tuple[tuple[int, str], ...]:
 
 
 @dataclass(frozen=True, slots=True)
+class Statement:
+    """A statement of a body that calls one function at most, from its `first` line to its `last`.
+
+    `targets` are the names that it gives, `function` is what it calls, as it is written, and `operand` the name that
+    this is given first; "" for none.
+    """
+
+    first: int
+    last: int
+    targets: frozenset[str]
+    function: str
+    operand: str
+
+
+def _statements(body: ast.FunctionDef) -> Iterator[Statement]:
+    """Those that the body always performs, once and in order: none of a loop or a condition."""
+    for node in body.body:
+        calls = [n for n in ast.walk(node) if isinstance(n, ast.Call) and ast.unparse(n.func) != "float"]
+        if len(calls) > 1 or not isinstance(node, ast.Assign | ast.AugAssign | ast.Expr):
+            continue
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AugAssign) else []
+        names = {name.id for target in targets for name in ast.walk(target) if isinstance(name, ast.Name)}
+        first = calls[0].args[0] if calls and calls[0].args else None
+        yield Statement(
+            node.lineno - body.lineno,
+            (node.end_lineno or node.lineno) - body.lineno,
+            frozenset(names),
+            ast.unparse(calls[0].func) if calls else "",
+            first.id if isinstance(first, ast.Name) else "",
+        )
+
+
+def _last_reads(body: ast.FunctionDef) -> dict[str, int]:
+    """The last line on which each name is read."""
+    last: dict[str, int] = {}
+    for node in ast.walk(body):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
+            last[node.id] = max(last.get(node.id, 0), node.lineno - body.lineno)
+    return last
+
+
+@dataclass(frozen=True, slots=True)
 class Body:
     """A body's text (with all that it calls), and whether what it returns may depend on the size of the whole batch.
 
     One that `communicates` takes the world before all else; `operands` are the names of what its collectives on values
     are given, by line of the body, `unread` the names of values that it makes for nothing, by line of the source.
+    `statements` are its simple ones, `last_reads` where each name is read last; both count lines from the body's first.
     """
 
     text: str
@@ -60,6 +103,8 @@ class Body:
     communicates: bool = False
     operands: tuple[tuple[int, str], ...] = ()
     unread: tuple[tuple[int, str], ...] = ()
+    statements: tuple[Statement, ...] = ()
+    last_reads: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +128,15 @@ def parse(source: str, name: str) -> Parsed:
         # Every body has B among its formals; the prologue begins with it.
         reads_whole = node.name == PROLOGUE or not alone or words.count("B") > 1
         operands, unread = (tuple(_operands(node)), _unread(node)) if _communicates(node) else ((), ())
-        bodies[node.name] = Body(text if alone else source, reads_whole, _communicates(node), operands, unread)
+        bodies[node.name] = Body(
+            text if alone else source,
+            reads_whole,
+            _communicates(node),
+            operands,
+            unread,
+            tuple(_statements(node)),
+            _last_reads(node),
+        )
     return Parsed(compile(tree, name, "exec"), bodies)
 
 

@@ -10,6 +10,7 @@ import torch
 
 from autopart import _torch
 from autopart.codegen.exchange import Exchange, ExchangeWorld
+from autopart.codegen.overwriting import Overwriting
 from autopart.codegen.parsed import Body, Parsed, parse
 
 Shape = tuple[int, ...]
@@ -103,9 +104,12 @@ def _on_shapes(
 
     def called(device: torch.device) -> tuple[Any, tuple[Exchange, ...]]:
         code = function.__code__
-        world = ExchangeWorld(places, dict(body.operands), code.co_filename, code.co_firstlineno)
-        given = (*((world,) if body.communicates else ()), *(_empty(arg, device) for arg in args))
-        return function(*given), tuple(world.noted)
+        given = tuple(_empty(arg, device) for arg in args)
+        overwriting = Overwriting(body, code, given)
+        world = ExchangeWorld(places, dict(body.operands), code.co_filename, code.co_firstlineno, overwriting.lend)
+        with overwriting:
+            made = function(*((world,) if body.communicates else ()), *given)
+        return made, tuple(world.noted)
 
     with torch.no_grad():
         try:

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from autopart._torch import OpOverload
 from autopart.ir.graph import Node, Ref
+
+
+def views(op: OpOverload) -> bool:
+    """Whether an operator's results share the storage of its first operand, or may do so."""
+    # `_unsafe_view` promises in its schema that nobody else uses its operand, not that it copies.
+    return bool(op.is_view) or str(op) == "aten._unsafe_view.default"
 
 
 def viewed(node: Node) -> str | None:
     """The value whose storage every result of the node shares, None if its results have storages of their own."""
-    # `_unsafe_view` promises in its schema that nobody else uses its operand, not that it copies.
-    if not node.op.is_view and node.opname != "aten._unsafe_view.default":
+    if not views(node.op):
         return None
     source = node.args[0]
     return source.name if isinstance(source, Ref) else None

@@ -48,8 +48,12 @@ IN_PLACE: Mapping[str, tuple[str, str]] = {
 """For operators of aten that may write over an operand, since they read no element after they have written it (or of
 a row of a softmax): the overload that writes where it is told to, and the argument that tells; "" for its first.
 
-Of overloads that are there for the name's sake alone, which compute elsewhere and copy, there are none.
+None that is there for the name's sake alone, and computes elsewhere and copies; nor that rounds otherwise, as `mul_` of
+a number does in 16 bits.
 """
+
+IN_PLACE_NAMES = frozenset(path.partition(".")[0].removesuffix("_") for path, _ in IN_PLACE.values())
+"""The names of those operators."""
 
 
 def makes(node: Node) -> bool:
