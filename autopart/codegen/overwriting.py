@@ -21,7 +21,10 @@ from autopart.rules.memory import IN_PLACE_NAMES
 
 
 class Overwriting(_torch.TorchDispatchMode):
-    """The mode in which a body runs; a TypeError where it writes over what it must not."""
+    """The mode in which a body runs; a ValueError where it writes over what it must not.
+
+    Not a TypeError: for one, Python would try `x = x + y` in place of ``x += y``.
+    """
 
     def __init__(self, body: Body, code: CodeType, given: Iterable[Any]) -> None:
         super().__init__()
@@ -45,11 +48,11 @@ class Overwriting(_torch.TorchDispatchMode):
     def _check(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         frame = _frame(self.code.co_filename)
         if frame is None or frame.f_code is not self.code:
-            raise TypeError(f"{func} writes over a value outside of a layer's function; let it make a new one")
+            raise ValueError(f"{func} writes over a value outside of a layer's function; let it make a new one")
         line = frame.f_lineno - self.code.co_firstlineno
         statement = next((each for each in self.body.statements if each.first <= line <= each.last), None)
         if statement is None:
-            raise TypeError(f"{func} writes over a value amid other things; give it a line of its own: name = {func}(...)")
+            raise ValueError(f"{func} writes over a value amid other things; give it a line of its own: name = {func}(...)")
         written, read = _operands(func, args, kwargs)
         for value in written:
             key = _torch.storage_key(value)
@@ -57,7 +60,7 @@ class Overwriting(_torch.TorchDispatchMode):
             name = next((n for n in sorted(here) if frame.f_locals[n] is value), "a value")
             shared = self._shared(here)
             if shared & self.formals or any(_torch.storage_key(other) == key for other in self.others):
-                raise TypeError(f"{name} is written over, but is not this function's own; let {func} make a new value")
+                raise ValueError(f"{name} is written over, but is not this function's own; let {func} make a new value")
             self._check_aligned(func, value, name, [other for other in read if _torch.storage_key(other) == key])
             self._check_unread(name, shared, statement, frame)
 
@@ -76,14 +79,14 @@ class Overwriting(_torch.TorchDispatchMode):
         """An operator that reads what it writes over reads each element before it is gone."""
         ordinary = func.overloadpacket.__name__.removesuffix("_") in IN_PLACE_NAMES
         if read and not (ordinary and all(_geometry(other) == _geometry(value) for other in read)):
-            raise TypeError(f"{func} reads of {name} what it has written over; let it make a new value")
+            raise ValueError(f"{func} reads of {name} what it has written over; let it make a new value")
 
     def _check_unread(self, name: str, shared: set[str], statement: Statement, frame: FrameType) -> None:
         for other in sorted(shared - statement.targets):
             last = self.body.last_reads.get(other, -1)
             if last > statement.last:
                 where = f"line {self.code.co_firstlineno + last}"
-                raise TypeError(
+                raise ValueError(
                     f"{name} is written over, but {where} reads {other}, which lies there; write over a value that is"
                     " not read later"
                 )
