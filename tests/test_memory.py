@@ -1,4 +1,4 @@
-"""Operators that may write over an operand give the same bits there, whatever the sizes, and compute where they write."""
+"""Operators that may write over an operand give the same bits there, at all sizes, and compute where they write."""
 
 from __future__ import annotations
 
@@ -124,7 +124,9 @@ def test_fresh_results_are_row_major_whatever_comes_in() -> None:
         "addmm": lambda: aten.addmm(torch.randn(5, 4).t(), x, w),
         "bmm": lambda: aten.bmm(torch.randn(6, 4, 2).permute(2, 1, 0), torch.randn(5, 6, 2).permute(2, 1, 0)),
         "baddbmm": lambda: aten.baddbmm(
-            torch.randn(5, 4, 2).permute(2, 1, 0), torch.randn(6, 4, 2).permute(2, 1, 0), torch.randn(5, 6, 2).permute(2, 1, 0)
+            torch.randn(5, 4, 2).permute(2, 1, 0),
+            torch.randn(6, 4, 2).permute(2, 1, 0),
+            torch.randn(5, 6, 2).permute(2, 1, 0),
         ),
         "mv": lambda: aten.mv(x, torch.randn(6)),
         "addmv": lambda: aten.addmv(torch.randn(4), x, torch.randn(6)),

@@ -155,8 +155,11 @@ def changed(old: str, new: str) -> Callable[[str], str]:
 PROGRAMS: dict[str, tuple[int, Callable[[str], str], str]] = {
     "a saved value": (
         0,
-        changed("tanh_backward = aten.tanh_backward.default(dx, tanh)", "tanh_backward = aten.tanh_backward.grad_input(dx, tanh, grad_input=tanh)"),
-        r"rule text: rank 0, stage 0, microbatch 0, action 0B0 \(line \d+: `tanh_backward = .*`\): ValueError: tanh is wri",
+        changed(
+            "tanh_backward = aten.tanh_backward.default(dx, tanh)",
+            "tanh_backward = aten.tanh_backward.grad_input(dx, tanh, grad_input=tanh)",
+        ),
+        r"rule text: rank 0, stage 0, microbatch 0, action 0B0 \(line \d+: `tanh_backward = .*`\): ValueError: tanh",
     ),
     "a gradient that comes in": (
         0,
@@ -165,7 +168,10 @@ PROGRAMS: dict[str, tuple[int, Callable[[str], str], str]] = {
     ),
     "a parameter": (
         1,
-        changed("    mm = aten.mm.default(mul_1, weight)", "    weight = aten.mul_.Tensor(weight, 2)\n    mm = aten.mm.default(mul_1, weight)"),
+        changed(
+            "    mm = aten.mm.default(mul_1, weight)",
+            "    weight = aten.mul_.Tensor(weight, 2)\n    mm = aten.mm.default(mul_1, weight)",
+        ),
         "weight is written over, but is not this function's own",
     ),
     "the caller's input": (

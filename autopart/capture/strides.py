@@ -12,14 +12,10 @@ from collections.abc import Iterable
 import torch
 
 from autopart._torch import OpOverload
+from autopart.rules.memory import FRESH
 
 CONTIGUOUS, AS_TRACED, UNKNOWN = 0, 1, 2
 """What is known of a value's strides: row-major; those of the trace, or row-major if it was sent; nothing."""
-
-_FRESH = frozenset(
-    ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "embedding", "native_layer_norm", "full", "zeros", "ones")
-)
-"""Operators whose results are row-major whatever the strides of their operands."""
 
 _VIEWS = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
 
@@ -53,4 +49,4 @@ def _fresh(node: torch.fx.Node) -> bool:
     if node.op != "call_function" or not isinstance(node.target, OpOverload):
         return False
     name = node.target.overloadpacket.__name__
-    return name in _FRESH or (name == "clone" and node.kwargs.get("memory_format") is torch.contiguous_format)
+    return name in FRESH or (name == "clone" and node.kwargs.get("memory_format") is torch.contiguous_format)

@@ -1,4 +1,4 @@
-"""Overwriting: what a body may write over, looked at while it runs on shapes: its own memory, which nothing reads later.
+"""Overwriting: what a body may write over, seen while it runs on shapes: its own memory, which nothing reads later.
 
 A value whose memory gets another's result is gone under its old name, and so are all views of it. What a body was given
 (values, what was saved, parameters, buffers, the caller's inputs) belongs to others, who may read it later or are
@@ -20,14 +20,14 @@ from autopart.rules.alias import views
 from autopart.rules.memory import IN_PLACE_NAMES
 
 
-class Overwriting(_torch.TorchDispatchMode):
+class Overwriting(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
     """The mode in which a body runs; a ValueError where it writes over what it must not.
 
     Not a TypeError: for one, Python would try `x = x + y` in place of ``x += y``.
     """
 
     def __init__(self, body: Body, code: CodeType, given: Iterable[Any]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.body, self.code = body, code
         self.formals = frozenset(code.co_varnames[: code.co_argcount])
         self.others = [arg for arg in given if isinstance(arg, torch.Tensor)]  # what belongs to others
@@ -52,11 +52,15 @@ class Overwriting(_torch.TorchDispatchMode):
         line = frame.f_lineno - self.code.co_firstlineno
         statement = next((each for each in self.body.statements if each.first <= line <= each.last), None)
         if statement is None:
-            raise ValueError(f"{func} writes over a value amid other things; give it a line of its own: name = {func}(...)")
+            raise ValueError(
+                f"{func} writes over a value amid other things; give it a line of its own: name = {func}(...)"
+            )
         written, read = _operands(func, args, kwargs)
         for value in written:
             key = _torch.storage_key(value)
-            here = {n for n, held in frame.f_locals.items() if any(_torch.storage_key(t) == key for t in _tensors(held))}
+            here = {
+                n for n, held in frame.f_locals.items() if any(_torch.storage_key(t) == key for t in _tensors(held))
+            }
             name = next((n for n in sorted(here) if frame.f_locals[n] is value), "a value")
             shared = self._shared(here)
             if shared & self.formals or any(_torch.storage_key(other) == key for other in self.others):

@@ -68,7 +68,9 @@ def _statements(body: ast.FunctionDef) -> Iterator[Statement]:
         calls = [n for n in ast.walk(node) if isinstance(n, ast.Call) and ast.unparse(n.func) != "float"]
         if len(calls) > 1 or not isinstance(node, ast.Assign | ast.AugAssign | ast.Expr):
             continue
-        targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AugAssign) else []
+        targets = (
+            node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AugAssign) else []
+        )
         names = {name.id for target in targets for name in ast.walk(target) if isinstance(name, ast.Name)}
         first = calls[0].args[0] if calls and calls[0].args else None
         yield Statement(

@@ -38,6 +38,7 @@ def emit(
 ) -> Program:
     """The program. Raises VerificationError if a text does something else than was planned (a fault of autopart).
 
+    Texts reuse memory as `reuse` says; the graph in the program does not.
     `others` are the steps of the further places of the axes inside segments, of whose first one `staged` is. What is
     found out about bodies on shapes is kept in `bodies`, which `verify` may be given too.
     """

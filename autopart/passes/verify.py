@@ -6,7 +6,8 @@ after:  what was checked, a count a rule; or VerificationError for the first rul
 Each rank's text is run on shapes (`codegen.recording`) at the plan's batch size and at one that is cut differently, so
 that microbatches differ in size. What the texts do is then held against these rules:
 
-``text``         it runs, values of different microbatches do not mix, and it is the text of this rank of this plan
+``text``         it runs, values of different microbatches do not mix, and it is the text of this rank of this plan;
+                 a body writes over nothing but what it made itself and neither reads later nor hands on
 ``transfers``    every send has its receive: on both ends the same order, microbatches, shapes and dtypes
 ``collectives``  the ranks of a group call the same collectives in the same order
                  on values inside a layer too: with the shapes, the pieces and the reduction that the others have

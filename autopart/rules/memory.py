@@ -11,12 +11,11 @@ from autopart.ir.graph import Node, Ref, Value
 from autopart.rules.alias import viewed
 from autopart.rules.pointwise import is_pointwise
 
-FRESH = frozenset(
-    """
+_FRESH = """
     mm addmm bmm baddbmm mv addmv dot embedding full zeros ones native_layer_norm native_layer_norm_backward
     nll_loss_backward _softmax _log_softmax _softmax_backward_data _log_softmax_backward_data
-    """.split()
-)
+"""
+FRESH = frozenset(_FRESH.split())
 """Operators of aten whose results are new and row-major whatever the strides of their operands."""
 
 DRAWS = ("uniform", "normal", "bernoulli")
@@ -25,14 +24,14 @@ DRAWS = ("uniform", "normal", "bernoulli")
 MAYBE_SAME = ("conj_physical", "_conj_physical")
 """Pointwise operators that hand back the operand itself where there is nothing to do."""
 
-WHOLE = frozenset("view _unsafe_view reshape alias detach unsqueeze squeeze".split())
+WHOLE = frozenset(("view", "_unsafe_view", "reshape", "alias", "detach", "unsqueeze", "squeeze"))
 """Views of all elements in their order."""
 
 _UNARY = "abs cos erf exp gelu hardswish leaky_relu log neg reciprocal rsqrt sigmoid silu sin sqrt tanh"
 _GRADIENT = "gelu hardtanh leaky_relu sigmoid silu tanh threshold"
 
 IN_PLACE: Mapping[str, tuple[str, str]] = {
-    **{f"{name}.Tensor": (f"{name}.out", "out") for name in "add sub mul div".split()},
+    **{f"{name}.Tensor": (f"{name}.out", "out") for name in ("add", "sub", "mul", "div")},
     **{f"{name}.default": (f"{name}.out", "out") for name in _UNARY.split()},
     **{f"{name}_backward.default": (f"{name}_backward.grad_input", "grad_input") for name in _GRADIENT.split()},
     "pow.Tensor_Scalar": ("pow.Tensor_Scalar_out", "out"),
