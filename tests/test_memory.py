@@ -13,7 +13,8 @@ from autopart.ir.graph import Node, Ref, Value
 from autopart.rules.memory import FRESH, IN_PLACE, makes, overwriting
 
 aten = torch.ops.aten
-SHAPES = ((0, 5), (1, 1), (3, 7), (130, 1025), (2, 3, 33))
+SHAPES = ((0, 5), (1, 1), (3, 7), (130, 1025), (2, 3, 33), (2, 9001))
+DEVICES = ("cpu", *(["cuda"] if torch.cuda.is_available() else []))
 FLOATS = (torch.float32, torch.float64, torch.bfloat16)
 ARITHMETIC = ("add.Tensor", "sub.Tensor", "mul.Tensor", "div.Tensor", "neg.default", "exp.default", "tanh.default")
 
@@ -21,7 +22,7 @@ More = Callable[[torch.Tensor], Sequence[Any]]
 MORE: dict[str, More] = {
     "pow.Tensor_Scalar": lambda x: [2],
     "masked_fill.Scalar": lambda x: [x > 0, -1e9],
-    "masked_fill.Tensor": lambda x: [x > 0, torch.tensor(2.0, dtype=x.dtype)],
+    "masked_fill.Tensor": lambda x: [x > 0, torch.tensor(2.0, dtype=x.dtype, device=x.device)],
     "leaky_relu_backward.default": lambda x: [torch.randn_like(x), 0.01, False],
     "hardtanh_backward.default": lambda x: [torch.randn_like(x), -0.5, 0.5],
     "threshold_backward.default": lambda x: [torch.randn_like(x), 0],
@@ -65,15 +66,19 @@ def test_written_over_an_operand(name: str) -> None:
 
 @pytest.mark.parametrize("name", [f"{name}.Tensor" for name in ("add", "sub", "mul", "div")])
 def test_with_a_number_and_with_a_row(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for more in (lambda x: [0.7], lambda x: [torch.randn_like(x[:1])], lambda x: [torch.randn(1, dtype=x.dtype)]):
+    for more in (
+        lambda x: [0.7],
+        lambda x: [torch.randn_like(x[:1])],
+        lambda x: [torch.randn(1, dtype=x.dtype, device=x.device)],
+    ):
         monkeypatch.setitem(MORE, name, more)
         check_written(name)
 
 
 def check_written(name: str) -> None:
     dtypes = (*FLOATS, torch.complex64) if name in ARITHMETIC else FLOATS
-    for shape, dtype in itertools.product(SHAPES, dtypes):
-        op, args, alike = call(name, torch.randn(shape, dtype=torch.float32).to(dtype))
+    for shape, dtype, device in itertools.product(SHAPES, dtypes, DEVICES):
+        op, args, alike = call(name, torch.randn(shape, dtype=torch.float32).to(device, dtype))
         assert alike
         expected = op(*args)
         for operand in alike:
@@ -92,8 +97,8 @@ def check_written(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in IN_PLACE if "softmax" in name])
 def test_softmaxes_along_other_dims(name: str) -> None:
-    for shape in SHAPES:
-        op, args, alike = call(name, torch.randn(shape))
+    for shape, device in itertools.product(SHAPES, DEVICES):
+        op, args, alike = call(name, torch.randn(shape).to(device))
         args[1 if "backward" not in name else 2] = 0
         expected = op(*args)
         for operand in alike:

@@ -18,6 +18,20 @@ from autopart.ir.program import Program
 from autopart.passes.segment import segment
 from tests.models import MODELS
 
+
+@torch.library.custom_op("overwriting_test::twice", mutates_args=())
+def twice(x: torch.Tensor) -> torch.Tensor:
+    """An operator with a value of its own, which it writes over."""
+    return x.clone().mul_(2)
+
+
+@twice.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    made = x.clone()
+    made += made.t()
+    return made
+
+
 HEAD = """import torch
 
 aten = torch.ops.aten
@@ -65,6 +79,9 @@ GOOD = {
         mm = aten.mm.default(x, w)
         fill = aten.masked_fill_.Scalar(mm, aten.gt.Scalar(x, 0), 0.0)
         return fill""".replace("aten.gt.Scalar(x, 0)", "row > 0").replace("0.0", 'float("-inf")'),
+    "what an operator makes for itself": """
+        mm = aten.mm.default(x, w)
+        return torch.ops.overwriting_test.twice.default(mm), mm""",
     "random numbers of its own": """
         draw = torch.ops.autopart.normal.default(None, [6, 6], None, dtype=torch.float32, device=DEVICE)
         add = aten.add.out(x, draw, out=draw)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from autopart import _torch
-from autopart.codegen.parsed import Body, Statement
+from autopart.codegen.parsed import Body
 from autopart.rules.alias import views
 from autopart.rules.memory import IN_PLACE_NAMES
 
@@ -49,24 +49,17 @@ class Overwriting(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
         frame = _frame(self.code.co_filename)
         if frame is None or frame.f_code is not self.code:
             raise ValueError(f"{func} writes over a value outside of a layer's function; let it make a new one")
-        line = frame.f_lineno - self.code.co_firstlineno
-        statement = next((each for each in self.body.statements if each.first <= line <= each.last), None)
-        if statement is None:
-            raise ValueError(
-                f"{func} writes over a value amid other things; give it a line of its own: name = {func}(...)"
-            )
         written, read = _operands(func, args, kwargs)
         for value in written:
             key = _torch.storage_key(value)
-            here = {
-                n for n, held in frame.f_locals.items() if any(_torch.storage_key(t) == key for t in _tensors(held))
-            }
-            name = next((n for n in sorted(here) if frame.f_locals[n] is value), "a value")
+            here = {name for name, held in frame.f_locals.items() if key in map(_torch.storage_key, _tensors(held))}
+            name = next((name for name in sorted(here) if frame.f_locals[name] is value), "a value")
             shared = self._shared(here)
-            if shared & self.formals or any(_torch.storage_key(other) == key for other in self.others):
+            if shared & self.formals or key in map(_torch.storage_key, self.others):
                 raise ValueError(f"{name} is written over, but is not this function's own; let {func} make a new value")
-            self._check_aligned(func, value, name, [other for other in read if _torch.storage_key(other) == key])
-            self._check_unread(name, shared, statement, frame)
+            if here:  # what has no name is an operator's own
+                self._check_aligned(func, value, name, [other for other in read if _torch.storage_key(other) == key])
+                self._check_unread(func, name, shared, frame)
 
     def _shared(self, names: set[str]) -> set[str]:
         """The names of what shares memory with values of these names, or does where strides are others than here."""
@@ -85,14 +78,18 @@ class Overwriting(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
         if read and not (ordinary and all(_geometry(other) == _geometry(value) for other in read)):
             raise ValueError(f"{func} reads of {name} what it has written over; let it make a new value")
 
-    def _check_unread(self, name: str, shared: set[str], statement: Statement, frame: FrameType) -> None:
+    def _check_unread(self, func: Any, name: str, shared: set[str], frame: FrameType) -> None:
+        first = self.code.co_firstlineno
+        line = frame.f_lineno - first
+        statement = next((each for each in self.body.statements if each.first <= line <= each.last), None)
+        if statement is None:
+            raise ValueError(f"{name} is written over amid other things; give it a line of its own: name = {func}(...)")
         for other in sorted(shared - statement.targets):
             last = self.body.last_reads.get(other, -1)
             if last > statement.last:
-                where = f"line {self.code.co_firstlineno + last}"
                 raise ValueError(
-                    f"{name} is written over, but {where} reads {other}, which lies there; write over a value that is"
-                    " not read later"
+                    f"{name} is written over, but line {first + last} reads {other}, which lies there; write over a"
+                    " value that is not read later"
                 )
 
 

@@ -3,7 +3,7 @@
 before: add = aten.add.Tensor(x, view)        where view is a view of all of mm, which was made here and is read no more
 after:  add = aten.add.out(x, view, out=view)
 
-Fewer bytes are touched, and fewer pages asked of the system. Values stay bit for bit, and so do strides: the operand
+A step then holds less at a time, and touches less. Values stay bit for bit, and so do strides: the operand
 is as large as the result, of its dtype, and both are row-major. Memory that was given to a function, that it keeps or
 returns under another name, or that a collective has been handed, is not written over; nor is what does not grow with
 the batch, which is small.
