@@ -13,13 +13,22 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from autopart import cli
+from examples.gpt import GPT, Config, batches
 
 ROOT = Path(__file__).parent.parent
-SAMPLE = f"{ROOT / 'examples' / 'gpt.py'}:sample"
+SAMPLE = f"{__file__}:sample"
 INSPECT = ["inspect", SAMPLE, "--mesh", "pp=2", "--placement", "ddp", "--microbatches", "2"]
+
+
+def sample() -> tuple[GPT, tuple[torch.Tensor, torch.Tensor]]:
+    """A model that compiles quickly, and its arguments."""
+    config = Config(layers=2, width=16, context=8)
+    ids, targets = next(batches(8, config.context))
+    return GPT(config), (ids, targets)
 
 
 def invoke(*arguments: str) -> str:

@@ -88,7 +88,7 @@ def lines(segmented: Segmented, mesh: dict[str, int]) -> int:
 
 @pytest.mark.parametrize(("skips", "factor"), [(False, 1), (True, 1.5)], ids=["plain", "skips"])
 def test_text_does_not_grow_with_depth(skips: bool, factor: float) -> None:
-    deep, shallow = gpt(16, skips=skips), gpt(6, skips=skips)
+    deep, shallow = gpt(10, skips=skips), gpt(6, skips=skips)
     for mesh in ({"dp": 2}, {"pp": 2, "dp": 2}):
         assert lines(deep, mesh) <= factor * lines(shallow, mesh)
 

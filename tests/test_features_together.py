@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import autopart
 from autopart import Program
+from autopart.api.compiler import built, sampled
 from autopart.draws import Draws, bernoulli
 from autopart.testing import assert_parity
 from autopart.testing.parity import Sliced, assert_close
@@ -156,10 +157,11 @@ def test_parity_of_draws_under_accumulate_is_not_claimed() -> None:
     ],
 )
 def test_written_programs_and_stage_graphs(labels: bool, pins: dict[str, Any], tmp_path: Path) -> None:
-    args, pins = data(labels=labels), {"capture": "direct", **PINS, **pins}
-    model = net(region=pins["capture"] == "compile")
-    meaning = {"semantics": pins.get("semantics", "exact"), "capture": pins["capture"]}
-    made = autopart.compile(model, autopart.plan(model, args, **pins), args, **meaning)
+    args, meaning = data(labels=labels), {"capture": "direct", "semantics": "exact"}
+    meaning |= {key: pins[key] for key in meaning if key in pins}
+    model, again = net(region=meaning["capture"] == "compile"), "recompute" in pins or meaning["capture"] == "compile"
+    rest = {key: pin for key, pin in pins.items() if key not in meaning}
+    made = built(sampled(model, args, None, **meaning), **PINS, **rest)
     read = Program.read(made.write(tmp_path / "program"))
     assert (read.ranks, read.plan, read.state) == (made.ranks, made.plan, made.state)
     for name in ("inputs", "nodes", "outputs", "prologue"):
@@ -168,7 +170,6 @@ def test_written_programs_and_stage_graphs(labels: bool, pins: dict[str, Any], t
     for one, two in zip(read.stages, made.stages, strict=True):
         assert one.backward is not None and two.backward is not None
         assert (one.forward.code, one.backward.code) == (two.forward.code, two.backward.code)
-        again = "recompute" in pins or pins["capture"] == "compile"
         assert "drop_0" in one.forward.code and ("drop_0" in one.backward.code) == again
 
 

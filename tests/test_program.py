@@ -13,6 +13,7 @@ from torch import nn
 
 import autopart
 from autopart import Program
+from autopart.api.compiler import built, sampled
 from autopart.ir.codec import decode, encode
 from autopart.ir.graph import Arg, Ref, Share, Size
 from autopart.testing import LocalWorld
@@ -21,9 +22,8 @@ from tests.models import MODELS
 
 def compiled(name: str, **pins: Any) -> tuple[Any, Any, Any, Program]:
     model, args, kwargs = MODELS[name]()
-    pins = {"mesh": {"pp": 2, "dp": 2}, "microbatches": 2, "placement": "zero2", "capture": "direct", **pins}
-    plan = autopart.plan(model, args, kwargs, **pins)
-    return model, args, kwargs, autopart.compile(model, plan, args, kwargs, capture="direct")
+    pins = {"mesh": {"pp": 2, "dp": 2}, "microbatches": 2, "placement": "zero2", **pins}
+    return model, args, kwargs, built(sampled(model, args, kwargs, capture="direct"), **pins)
 
 
 @pytest.mark.parametrize("name", ["mlp", "half_frozen", "llama"])

@@ -263,6 +263,12 @@ def _sharded(segmented: Segmented, plan: Plan, state: State | None, fits: bool) 
     return tuple(whole.of(recompute(each, plan.recompute)) for each in here)
 
 
+def built(captured: Captured, **pins: Unpack[Pins]) -> Program:
+    """The program under the plan that the pins leave: `planned`, then `lower`."""
+    plan = planned(captured, **pins)
+    return lower(segment(captured, cuts=plan.cuts), plan)
+
+
 def compile(
     model: torch.nn.Module,
     plan: Plan,

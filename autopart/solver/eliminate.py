@@ -24,7 +24,7 @@ from random import Random
 
 import torch
 
-from autopart.solver.layout import MOST, Layout, Moves, Unit, tree
+from autopart.solver.layout import MOST, Layout, Moves, Unit, cheapest
 
 Variable = str
 """``u:name`` for a unit, ``s:name`` for a value's set."""
@@ -145,25 +145,33 @@ def _order(
         return joined / worth[variable]
 
     waiting = {v: fill(v) for v in sizes.keys() - set(keep)}
-    queue = [(joined, v) for v, joined in waiting.items()]
-    heapify(queue)
+    heap = [(filled, variable) for variable, filled in waiting.items()]
+    heapify(heap)
     order: list[Variable] = []
     largest = 1
-    while waiting:
-        joined, variable = heappop(queue)
-        if waiting.get(variable) != joined:  # it has changed since
+    while heap:
+        filled, variable = heappop(heap)
+        if waiting.get(variable) != filled:  # gone, or counted anew
             continue
         del waiting[variable]
         order.append(variable)
         near = around.pop(variable)
         largest = max(largest, prod(sizes[v] for v in near) * sizes[variable])
-        for other in near:
-            around[other] = (around[other] | near) - {variable, other}
-        stale = near.union(*(around[v] for v in near)) & waiting.keys()
-        for other in stale:
+        for other in _joined(around, near, variable) & waiting.keys():
             waiting[other] = fill(other)
-            heappush(queue, (waiting[other], other))
+            heappush(heap, (waiting[other], other))
     return order, largest
+
+
+def _joined(around: dict[Variable, set[Variable]], near: set[Variable], gone: Variable) -> set[Variable]:
+    """Join all that was near what is gone; the variables for which this changes what their going would join."""
+    pairs = []
+    for one in near:
+        fresh = near - around[one] - {one}
+        pairs += [(one, other) for other in fresh if one < other]
+        around[one] |= fresh
+        around[one].discard(gone)
+    return near.union(*(around[one] & around[other] for one, other in pairs))
 
 
 def solve(layout: Layout, keep: Sequence[str] = (), price: float = 0.0, largest: int = 1 << 27) -> Eliminated:
@@ -199,8 +207,11 @@ def _value_tables(
     wanted = [{o.needs[place] for o in unit.options} for unit, place in readers]
     sets = [*_sets(wanted)]
     given = [option.gives[made] for option in maker.options]
-    trees = {how: [tree(moves, how, needed) for needed in sets] for how in set(given)}
-    costs = {how: [torch.inf if found is None else found.cost for found in row] for how, row in trees.items()}
+    trees = {how: cheapest(moves, how) for how in set(given)}
+    costs = {
+        how: [found[rest].cost if (rest := needed - {how}) in found else torch.inf for needed in sets]
+        for how, found in trees.items()
+    }
     rows = torch.tensor([costs[how] for how in given], dtype=torch.float64)
     yield Table((f"u:{maker.name}", f"s:{value}"), rows)
     for unit, place in readers:

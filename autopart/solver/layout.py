@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import combinations
 
 IMPOSSIBLE = 1 << 62
 """The price of what cannot be done: more than any layout costs."""
@@ -68,13 +69,22 @@ class Tree:
 
 
 def tree(moves: Moves, given: int, needed: Iterable[int]) -> Tree | None:
-    """The cheapest tree from `given` that has all of `needed`; None if there is no way."""
-    targets = frozenset(needed) - {given}
-    found = (each for held, each in reach(moves, given).items() if targets <= held)
-    return min(found, key=lambda t: t.cost, default=None)
+    """The cheapest tree from `given` that has all of `needed`, of at most `MOST`; None if there is no way."""
+    return cheapest(moves, given).get(frozenset(needed) - {given})
 
 
 @lru_cache(maxsize=4096)
+def cheapest(moves: Moves, given: int) -> dict[frozenset[int], Tree]:
+    """For every set of at most `MOST` placements besides `given`: the cheapest tree that has them, if there is one."""
+    found: dict[frozenset[int], Tree] = {}
+    for held, each in reach(moves, given).items():
+        for count in range(MOST + 1):
+            for wanted in map(frozenset, combinations(held, count)):
+                if wanted not in found or each.cost < found[wanted].cost:
+                    found[wanted] = each
+    return found
+
+
 def reach(moves: Moves, given: int) -> dict[frozenset[int], Tree]:
     """For every set of placements that can be there besides `given`: the cheapest tree that makes exactly these."""
     found = {frozenset[int](): Tree(0, ())}

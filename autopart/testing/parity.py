@@ -12,11 +12,10 @@ import torch
 
 from autopart import _torch
 from autopart.api import compile, parallelize
-from autopart.api.compiler import lower, planned, sampled
+from autopart.api.compiler import built, sampled
 from autopart.capture import read
 from autopart.ir.plan import Plan
 from autopart.ir.program import Program
-from autopart.passes.segment import segment
 from autopart.testing.reference import reference_random
 from autopart.testing.world import LocalWorld
 
@@ -224,9 +223,7 @@ def _compiled(
     """The program under a given plan, or under that which the pins leave; the call is captured once."""
     if given is not None:
         return compile(model, given, args, kwargs, **meaning)
-    captured = sampled(model, args, kwargs, **meaning, microbatches=pins.get("microbatches"))
-    plan = planned(captured, **pins)
-    return lower(segment(captured, cuts=plan.cuts), plan)
+    return built(sampled(model, args, kwargs, **meaning, microbatches=pins.get("microbatches")), **pins)
 
 
 def _on_one_device(
