@@ -11,7 +11,7 @@ import torch
 
 from autopart import capture as capturing
 from autopart.api import tensor
-from autopart.api.checks import check_cut, check_fingerprint, check_patterns, fingerprint
+from autopart.api.checks import check_chunked, check_cut, check_fingerprint, check_patterns, fingerprint
 from autopart.api.options import SEMANTICS, one_of
 from autopart.api.plain import check_hooks
 from autopart.api.progress import shown
@@ -29,13 +29,14 @@ from autopart.ir.segmented import Segmented
 from autopart.ir.sharded import Sharded
 from autopart.ir.staged import Staged
 from autopart.ir.state import State
+from autopart.passes.chunked import chunked
 from autopart.passes.emit import emit
 from autopart.passes.inside import crossing, inside
 from autopart.passes.judge import check_sums
 from autopart.passes.normalise import normalise
 from autopart.passes.overlap import check_recompute
 from autopart.passes.predict import with_memory, with_traffic
-from autopart.passes.recompute import recompute, with_regions
+from autopart.passes.recompute import with_regions
 from autopart.passes.schedule import check_deferred
 from autopart.passes.schedule import schedule as scheduled
 from autopart.passes.segment import segment
@@ -51,7 +52,7 @@ from autopart.schedules.spell import AUTO, splits_output
 from autopart.solver import pareto as front
 from autopart.solver.choose import choose
 from autopart.solver.refine import reason, refine
-from autopart.solver.request import Pins
+from autopart.solver.request import Pins, pinned_chunks
 from autopart.solver.variants import Costed, Degrees
 
 
@@ -82,6 +83,7 @@ def _counted_on(segmented: Segmented, chosen: Plan, inputs: str) -> Plan:
 def _fitting(captured: Captured, pins: Pins) -> Pins:
     """The pins for a step. Raises ValueError where a pattern matches nothing, or its outputs rule a schedule out."""
     check_patterns(pins.get("placement"), captured)
+    check_chunked(pinned_chunks(pins.get("chunks")), captured)
     if not captured.deferred:
         return pins
     check_deferred(pins.get("schedule"))
@@ -96,8 +98,15 @@ def _best(segmented: Segmented, batch: int, pins: Pins, inputs: str = "global") 
 def _choosing(segmented: Segmented, batch: int, pins: Pins, inputs: str = "global") -> Callable[[Pins], Plan]:
     """What chooses a plan under these pins, or with another objective or memory; what segments cost is found once."""
     asked = tensor.asked(segmented.captured, batch, pins, inputs)
-    degrees = tensor.degrees(segmented, batch, pins, inputs)
-    found: Sequence[Costed] = tensor.placements(segmented, asked) if asked else ((None, *tensor.costs_of(segmented)),)
+    chunks = pinned_chunks(pins.get("chunks"))
+    if chunks and asked:
+        raise ValueError(
+            "chunks: they are not done yet where a mesh axis splits tensors inside segments; pin a mesh of pp and dp, "
+            "or leave chunks out"
+        )
+    degrees = {} if chunks else tensor.degrees(segmented, batch, pins, inputs)
+    plain = ((None, *tensor.costs_of(segmented, chunks=chunks)),)
+    found: Sequence[Costed] = tensor.placements(segmented, asked) if asked else plain
 
     def chosen(pins: Pins) -> Plan:
         kept: Pins = {**pins, "placement": tensor.without_tensors(pins.get("placement"))}
@@ -115,7 +124,8 @@ def _chosen(
     degrees: Degrees = MappingProxyType({}),
 ) -> Plan:
     """The best plan for what segments cost as `found`, by default with nothing split inside them."""
-    (decided, plain, again), *others = found or ((None, *tensor.costs_of(segmented)),)
+    chunks = pinned_chunks(pins.get("chunks"))
+    (decided, plain, again), *others = found or ((None, *tensor.costs_of(segmented, chunks=chunks)),)
     captured = segmented.captured
     return choose(
         plain,
@@ -204,7 +214,7 @@ def _counted(places: Sequence[Staged], lowered: Scheduled, plan: Plan, shares: S
 def lower(
     segmented: Segmented, plan: Plan, *, state: State | None = None, check: bool = True, fits: bool | None = None
 ) -> Program:
-    """recompute, shard, split, schedule, split_backward, emit and verify.
+    """recompute (and what is in chunks), shard, split, schedule, split_backward, emit and verify.
 
     `fits` says whether the calls that the program is for have the microbatches that the plan is for (`Plan.fits`), by
     default whether its own batch has.
@@ -242,9 +252,9 @@ def _sharded(segmented: Segmented, plan: Plan, state: State | None, fits: bool) 
         again = plan.recompute
         if plan.barriers:  # an output layer in parts keeps its logits: to make them again takes as long as the rest
             again = tuple(name for name in again if name != plan.stages[-1].segments[-1])
-        return (shard(recompute(segmented, again)),)
+        return (shard(chunked(segmented, plan.chunks, again)),)
     whole, here = shard(segmented), tensor.places(segmented, plan.tensor, state, fits=fits)
-    return tuple(whole.of(recompute(each, plan.recompute)) for each in here)
+    return tuple(whole.of(chunked(each, (), plan.recompute)) for each in here)
 
 
 def compile(

@@ -13,6 +13,7 @@ from autopart.ir.action import Schedule
 from autopart.ir.cost import SegmentCost
 from autopart.ir.mesh import Mesh
 from autopart.ir.plan import Plan, Prediction, Stage, stage_ranks
+from autopart.ir.plan_text import in_chunks
 from autopart.ir.plan_text import schedule as written
 from autopart.ir.tensor_plan import TensorPlan
 from autopart.solver.alternatives import alternatives, facts
@@ -21,7 +22,7 @@ from autopart.solver.infeasible import infeasible
 from autopart.solver.joint import Best, Progress, best, leanest
 from autopart.solver.kinds import FEMTOSECONDS
 from autopart.solver.reasons import notes, optimality, quality
-from autopart.solver.request import Pinned, Request, resolve
+from autopart.solver.request import Pinned, Request, pinned_chunks, resolve
 from autopart.solver.schedule import Chosen, search
 from autopart.solver.search import Solved, check_schedule, exchanged_seconds, first_fit, flush, meshes, stage_seconds
 from autopart.solver.space import Space
@@ -49,6 +50,7 @@ def choose(
     microbatches: int | None = None,
     memory: str | int | None = None,
     recompute: bool | Sequence[str] | None = None,
+    chunks: Mapping[str, int] | None = None,
     recomputed: Sequence[SegmentCost] | None = None,
     optimizer_ratio: float = 2.0,
     precision: str | None = None,
@@ -86,7 +88,8 @@ def choose(
     pipeline ranks and microbatches they are. Memory is counted a
     segment at a time: a placement pattern holds for a segment if it matches its name or a module around it.
     `recompute` pins that: True, False, or modules whose segments are recomputed; `recomputed` has what every segment
-    costs when it is (by default as much as it does anyway).
+    costs when it is (by default as much as it does anyway). `chunks`, modules whose tokens are computed chunk after
+    chunk, are noted in the plan; the costs are with them.
     `optimizer_ratio` is bytes of optimizer state per byte of trainable parameter, of which `precision` is only noted in
     the plan. With a `mesh` that splits tensors inside segments the costs are those of one place, `tensor` is what was
     decided there, and `others` is what else comes into question: what is decided then, and what segments cost, plain
@@ -137,6 +140,9 @@ def choose(
                 f"model; pin such a schedule, as 1f1b, not {written(request.schedules[0])}"
             )
         plan = _by_rule(request)
+    pinned = pinned_chunks(chunks)
+    told = (f"in chunks {in_chunks(pinned)}: pinned",) if pinned else ()
+    plan = replace(plan, chunks=pinned, notes=(*plan.notes, *told))
     return replace(plan, precision=precision, fingerprint=fingerprint, took=time.monotonic() - began)
 
 
