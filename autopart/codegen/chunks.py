@@ -46,6 +46,12 @@ def in_chunks(function: Function) -> Iterator[Node]:
     yield from function.nodes[at:]
 
 
+def on_their_own(function: Function) -> Iterator[Node]:
+    """The nodes of a function but those whose results a loop puts together, in storages of their own."""
+    made = {name for loop in function.loops for name in loop.made}
+    return (node for node in function.nodes if made.isdisjoint(node.names()))
+
+
 # ---- text ------------------------------------------------------------------------------------------------------------
 
 

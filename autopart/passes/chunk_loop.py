@@ -95,7 +95,7 @@ class _Walk:
         """The rule of a node; None where it has none, or draws numbers, which it does by their places in the whole."""
         if number not in self.rules:
             node = self.nodes[number]
-            self.rules[number] = None if is_random(node) else rule(node, self.values)
+            self.rules[number] = None if _is_draw(node) else rule(node, self.values)
         return self.rules[number]
 
     def follow(self) -> None:
@@ -124,7 +124,7 @@ class _Walk:
         """The loop of a node over the tokens; None: why there is not one such."""
         node, own = self.nodes[number], self.rule(number)
         if own is None:
-            why = "draws numbers by their places" if is_random(node) else "has no factor rule"
+            why = "draws numbers by their places" if _is_draw(node) else "has no factor rule"
             return None, f"{why}, so it cannot be run in chunks"
         dims = dict(own.operands)
         read = [
@@ -152,16 +152,16 @@ class _Walk:
         after: set[str] = set()
         summed: set[str] = set()
         for number, node in enumerate(self.nodes):
-            read = {*node.refs()}
-            if read & (after | summed):
+            read, (found, why) = {*node.refs()}, self.loop(number)
+            if read & after or self._needs(number) & summed:
                 if read & cut:
                     refuse(node, "needs a sum over all tokens before it can go on with each of them", ADVICE)
                 after |= {*node.names()}
                 continue
-            found, why = self.loop(number)
             if found is None:
                 if read & cut:
                     refuse(node, why or "reads the tokens, but none of its dims has them", ADVICE)
+                after |= {*node.names()} if read & summed else set()
                 continue
             inside[number] = found
             for i, out in enumerate(node.outs):
@@ -173,6 +173,12 @@ class _Walk:
         if not inside:
             refuse(self.nodes[0], "begins what cannot be run in chunks", ADVICE)
         return Found(inside, self.tokens, frozenset(summed))
+
+    def _needs(self, number: int) -> set[str]:
+        """What a node reads, and not only for its shape."""
+        node, own = self.nodes[number], self.rule(number)
+        unread = own.shape_only if own is not None else frozenset()
+        return {arg.name for slot, _, arg in slots(node) if isinstance(arg, Ref) and slot not in unread}
 
     def _check_sum(self, number: int, result: int, found: Loop) -> None:
         """Refuse a result that is no sum of what it is for the chunks."""
@@ -188,6 +194,10 @@ class _Walk:
 
     def _counts(self, node: Node, slot: str) -> bool:
         return any(each == slot and arg != 0 for each, _, arg in slots(node))
+
+
+def _is_draw(node: Node) -> bool:
+    return is_random(node) and node.op.namespace == "autopart"
 
 
 def only_for(nodes: Sequence[Node], taken: Sequence[int], free: frozenset[str]) -> tuple[int, ...]:

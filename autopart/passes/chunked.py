@@ -16,13 +16,14 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from itertools import groupby
 
+from autopart.errors import CaptureError
 from autopart.ir.graph import Dim, Node, Value, descendants
 from autopart.ir.loop import Along, Loop, Sized
 from autopart.ir.names import fresh
 from autopart.ir.segmented import Body, Function, Segmented, defined
 from autopart.passes.chunk_loop import ADVICE, Found, first_loop, loop, only_for
 from autopart.passes.dependence import refuse
-from autopart.passes.recompute import recompute
+from autopart.passes.recompute import Kept, recompute
 from autopart.passes.segment import around
 from autopart.passes.tokens import Tokens, rest_of
 from autopart.rules.factor import ratio, slots
@@ -51,7 +52,8 @@ def chunked(segmented: Segmented, chunks: Chunks, names: Iterable[str] = ()) -> 
     if not chunks:
         return recompute(segmented, names)
     found = regions(segmented, chunks)
-    again = recompute(_marked(segmented, found), names)
+    marked, kept = _marked(segmented, found)
+    again = recompute(marked, names, kept=kept)
     made: dict[object, Body] = {}
     keys = [(segment.body, each) for segment, each in zip(again.segments, found, strict=True)]
     for key, segment in zip(keys, again.segments, strict=True):
@@ -102,16 +104,31 @@ def matched(module: str, chunks: Chunks) -> tuple[str, int] | None:
     return None
 
 
-def _marked(segmented: Segmented, found: Sequence[Sequence[Region]]) -> Segmented:
-    """The step whose regions are recomputed, as what the user put into one checkpoint call is."""
-    made: dict[object, Body] = {}
+def _marked(segmented: Segmented, found: Sequence[tuple[Region, ...]]) -> tuple[Segmented, Kept]:
+    """The step whose regions are recomputed, as what the user put into one checkpoint call is; and what is kept.
+
+    Where a segment is recomputed whole, what others need of a region is kept: else it would be made before them, apart
+    from its own backward.
+    """
+    made: dict[tuple[int, tuple[Region, ...]], Body] = {}
     keys = [(segment.body, each) for segment, each in zip(segmented.segments, found, strict=True)]
     for number, each in keys:
         if (number, each) not in made:
             made[number, each] = _with_regions(segmented.bodies[number], each)
     numbers = {key: number for number, key in enumerate(made)}
     segments = (replace(s, body=numbers[key]) for s, key in zip(segmented.segments, keys, strict=True))
-    return replace(segmented, bodies=tuple(_named(made.values())), segments=tuple(segments))
+    kept = {numbers[key]: frozenset(_given(segmented.bodies[key[0]], key[1])) for key in made}
+    return replace(segmented, bodies=tuple(_named(made.values())), segments=tuple(segments)), kept
+
+
+def _given(body: Body, found: Sequence[Region]) -> Iterable[str]:
+    """What the nodes of each region make that others read."""
+    if body.backward is None:
+        return
+    for each, later in zip(found, _backward_places(body, found), strict=True):
+        for nodes, mine in ((body.forward.nodes, {*each.nodes}), (body.backward.nodes, {*later})):
+            read = {name for i, node in enumerate(nodes) if i not in mine for name in node.refs()}
+            yield from (name for i in each.nodes for name in body.forward.nodes[i].names() if name in read)
 
 
 def _named(bodies: Iterable[Body]) -> Iterable[Body]:
@@ -175,14 +192,16 @@ def _looping(body: Body, found: Sequence[Region], given: int) -> Body:
     own = [[forward.nodes[i] for i in each.own] for each in found]
     held = {value.name for value in forward.inputs[given:]}
     for number, region in enumerate(found):
-        values = defined(forward)
-        known = first_loop(start[number], values, _read(own[number], held))
-        forward = _with_loop(forward, start[number], known, region, {*forward.outputs, *body.saved})
-        if backward is not None and later[number]:
-            values = defined(backward)
-            tokens = {name: each for name, each in known.tokens.items() if name in values}
-            again = loop(later[number], values, tokens)
-            backward = _with_loop(backward, later[number], again, region, {*backward.outputs})
+        try:
+            outside = _read(own[number], held)
+            known = first_loop(start[number], defined(forward), outside)
+            forward = _with_loop(forward, start[number], known, region, {*forward.outputs, *body.saved})
+            if backward is not None and later[number]:
+                values = defined(backward)
+                again = loop(later[number], values, {n: each for n, each in known.tokens.items() if n in values})
+                backward = _with_loop(backward, later[number], again, region, {*backward.outputs})
+        except CaptureError as error:
+            raise CaptureError(f"chunks: {region.module} cannot be computed in chunks: {error}") from None
     return replace(body, forward=forward, backward=backward)
 
 

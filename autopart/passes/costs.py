@@ -14,7 +14,7 @@ from dataclasses import replace
 from math import lcm
 from typing import Any
 
-from autopart.codegen.chunks import in_chunks
+from autopart.codegen.chunks import in_chunks, on_their_own
 from autopart.codegen.exchange import exchanges
 from autopart.ir.captured import Captured
 from autopart.ir.cost import SegmentCost, Tied, batch_symbol
@@ -94,7 +94,7 @@ def _without_parameters(
     incoming = body.forward.inputs[: len(origins)]
     held = {value.name for value in body.forward.inputs[len(origins) :]}  # buffers and parameters
     held |= {value.name for value, copied in zip(incoming, origins, strict=True) if copied is False}
-    values, root = defined(body.forward), roots(body.forward.nodes)
+    values, root = defined(body.forward), roots(on_their_own(body.forward))
     kept = dict.fromkeys(root.get(name, name) for name in body.saved)
     return SegmentCost(
         name=segment.name,
