@@ -23,7 +23,7 @@ from autopart.ir.action import Scheduled
 from autopart.ir.captured import Captured
 from autopart.ir.cost import PRECISIONS, optimizer_bytes
 from autopart.ir.mesh import pieces
-from autopart.ir.plan import INPUT, OUTPUT, Plan
+from autopart.ir.plan import INPUT, OUTPUT, Plan, pinned_chunks
 from autopart.ir.program import Program
 from autopart.ir.segmented import Segmented
 from autopart.ir.sharded import Sharded
@@ -52,7 +52,7 @@ from autopart.schedules.spell import AUTO, splits_output
 from autopart.solver import pareto as front
 from autopart.solver.choose import choose
 from autopart.solver.refine import reason, refine
-from autopart.solver.request import Pins, pinned_chunks
+from autopart.solver.request import Pins
 from autopart.solver.variants import Costed, Degrees
 
 

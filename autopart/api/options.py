@@ -11,10 +11,10 @@ from autopart.cluster import Cluster
 from autopart.ir.action import Schedule
 from autopart.ir.mesh import Mesh
 from autopart.ir.placement import Placement, executable
-from autopart.ir.plan import INPUTS, Plan
+from autopart.ir.plan import INPUTS, Plan, pinned_chunks
 from autopart.ir.program import Program
 from autopart.schedules import spell
-from autopart.solver.request import Pinned, Pins, pinned_chunks
+from autopart.solver.request import Pinned, Pins
 
 SEMANTICS = ("exact", "accumulate")
 """What a step means: the whole batch on one device, or that in slices whose losses are weighted and added up."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
@@ -302,6 +302,17 @@ def check_chunks(chunks: Sequence[tuple[str, int]]) -> None:
             )
         if count < 2:
             raise ValueError(f"chunks: {pattern!r} in {count} chunks; pin at least 2, or leave it out")
+
+
+def pinned_chunks(chunks: Mapping[str, int] | None) -> tuple[tuple[str, int], ...]:
+    """A `chunks` pin as a plan has it. Raises TypeError or ValueError for what is none."""
+    if chunks is None:
+        return ()
+    if not isinstance(chunks, Mapping):
+        raise TypeError(f"chunks: expected a mapping such as {{'lm_head': 8, 'h.*.mlp': 4}}, not {chunks!r}")
+    made = tuple(chunks.items())
+    check_chunks(made)
+    return made
 
 
 def _document() -> Document[Plan]:

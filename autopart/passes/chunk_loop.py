@@ -20,7 +20,8 @@ from autopart.rules.table import rule
 
 ADVICE = (
     "chunks are for modules whose tokens do not meet (MLPs, norms, the output layer with its loss): name the modules "
-    "inside that are such, as in chunks={'h.*.mlp': 4}, or leave this one out."
+    "inside that are such, as in chunks={'h.*.mlp': 4}, or leave this one out. For losses of the next token, shift the "
+    "labels (with ignore_index for the last), not the logits."
 )
 
 

@@ -12,7 +12,7 @@ the loss in its region: the output layer. Exact: parameters' gradients are sums 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from itertools import groupby
 
@@ -36,9 +36,12 @@ Chunks = Sequence[tuple[str, int]]
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """What is run in chunks in a segment: some of its forward's nodes, by place; those `own` are the module's."""
+    """What is run in chunks in a segment: some of its forward's nodes, by place; those `own` are the module's.
 
-    module: str
+    Segments that share a body have equal regions, whatever the module is called.
+    """
+
+    module: str = field(compare=False)
     count: int
     own: tuple[int, ...]
     nodes: tuple[int, ...]

@@ -182,12 +182,8 @@ def _check_read(text: Text, call: Call, unread: frozenset[str]) -> None:
     for line, name in text.recording.unread.get(call.function, ()):
         if name not in unread:
             where = f"{text.during(call.within)}, {call.function} ({text.where(line)})"
-            raise fault(
-                "values",
-                where,
-                f"{name} is never read",
-                "use what is exchanged, what is made of it, and what a chunk adds",
-            )
+            remedy = "use what is exchanged, what is made of it, and what a chunk adds"
+            raise fault("values", where, f"{name} is never read", remedy)
 
 
 def _check_event(text: Text, event: Event, known: Values, names: _Names) -> None:

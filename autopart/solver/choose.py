@@ -12,7 +12,7 @@ from autopart.cluster import Cluster
 from autopart.ir.action import Schedule
 from autopart.ir.cost import SegmentCost
 from autopart.ir.mesh import Mesh
-from autopart.ir.plan import Plan, Prediction, Stage, stage_ranks
+from autopart.ir.plan import Plan, Prediction, Stage, pinned_chunks, stage_ranks
 from autopart.ir.plan_text import in_chunks
 from autopart.ir.plan_text import schedule as written
 from autopart.ir.tensor_plan import TensorPlan
@@ -22,7 +22,7 @@ from autopart.solver.infeasible import infeasible
 from autopart.solver.joint import Best, Progress, best, leanest
 from autopart.solver.kinds import FEMTOSECONDS
 from autopart.solver.reasons import notes, optimality, quality
-from autopart.solver.request import Pinned, Request, pinned_chunks, resolve
+from autopart.solver.request import Pinned, Request, resolve
 from autopart.solver.schedule import Chosen, search
 from autopart.solver.search import Solved, check_schedule, exchanged_seconds, first_fit, flush, meshes, stage_seconds
 from autopart.solver.space import Space

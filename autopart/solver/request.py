@@ -16,7 +16,6 @@ from autopart.ir.action import Schedule
 from autopart.ir.cost import SegmentCost
 from autopart.ir.mesh import Mesh
 from autopart.ir.placement import PRESETS, Placement, executable
-from autopart.ir.plan import check_chunks
 from autopart.ir.tensor_plan import TensorPlan
 from autopart.schedules.lookups import looking_up
 from autopart.schedules.spell import AUTO, is_table, splits_output
@@ -304,17 +303,6 @@ def pinned_mesh(mesh: Mapping[str, int] | Mesh | None) -> Mesh | None:
     if not isinstance(mesh, Mesh | Mapping):
         raise TypeError(f"mesh: expected axis sizes such as {{'pp': 2, 'dp': 2}}, not {mesh!r}")
     return mesh if isinstance(mesh, Mesh) else Mesh.of(mesh)
-
-
-def pinned_chunks(chunks: Mapping[str, int] | None) -> tuple[tuple[str, int], ...]:
-    """A `chunks` pin as a plan has it. Raises TypeError or ValueError for what is none."""
-    if chunks is None:
-        return ()
-    if not isinstance(chunks, Mapping):
-        raise TypeError(f"chunks: expected a mapping such as {{'lm_head': 8, 'h.*.mlp': 4}}, not {chunks!r}")
-    made = tuple(chunks.items())
-    check_chunks(made)
-    return made
 
 
 def inside(mesh: Mesh) -> int:
