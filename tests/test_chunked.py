@@ -293,6 +293,17 @@ def test_peak_memory_falls_as_predicted() -> None:
     assert less < plain - 2 * logits
 
 
+def test_where_nothing_fits_chunks_of_the_output_layer_are_a_way_out() -> None:
+    ids = torch.randint(0, 512, (2, 64))
+    args, model = (ids, ids), GPT(layers=1, vocabulary=512, width=8, heads=2, length=64, skips=False)
+    limit = autopart.plan(model, args, devices=1, capture="direct", chunks={"head": 4}).prediction.peak
+    with pytest.raises(autopart.PlanInfeasible, match=r"It fits with: chunks=\{'head': (2|4)\}"):
+        autopart.plan(model, args, devices=1, capture="direct", memory=limit)
+    with pytest.raises(autopart.PlanInfeasible) as told:  # its backward is in two
+        autopart.plan(model, args, mesh={"pp": 2}, schedule="zb-h1", capture="direct", memory=limit // 8)
+    assert "chunks" not in str(told.value)
+
+
 def test_costs_count_what_a_chunk_makes_again() -> None:
     found = step(Model(), batch())
     plain, made = costs(found), costs(chunked(found, tuple(BOTH.items())))
@@ -340,6 +351,7 @@ def test_losses_whose_tokens_meet_are_refused(loss: Loss, message: str) -> None:
         ({"mesh": {"tp": 2}}, ValueError, "chunks: .*axis splits tensors inside segments"),
         ({"mesh": {"pp": 2}, "schedule": "zb-h1"}, ValueError, "chunks: lm_head .*'zb-h1' has its backward in two"),
         ({"mesh": {"pp": 2}, "schedule": "vocab"}, ValueError, "chunks: .*not done yet beside vocab"),
+        ({"mesh": {"pp": 2}, "schedule": "auto"}, ValueError, "chunks: schedule='auto' .*pin one of whole backwards"),
     ],
 )
 def test_pins_that_do_not_go_with_it_are_refused(pins: dict[str, Any], error: type[Exception], message: str) -> None:

@@ -10,6 +10,7 @@ from typing import Any, Unpack
 import torch
 
 from autopart import capture as capturing
+from autopart.api import chunks as chunking
 from autopart.api import tensor
 from autopart.api.checks import check_chunked, check_cut, check_fingerprint, check_patterns, fingerprint
 from autopart.api.options import SEMANTICS, one_of
@@ -99,11 +100,7 @@ def _choosing(segmented: Segmented, batch: int, pins: Pins, inputs: str = "globa
     """What chooses a plan under these pins, or with another objective or memory; what segments cost is found once."""
     asked = tensor.asked(segmented.captured, batch, pins, inputs)
     chunks = pinned_chunks(pins.get("chunks"))
-    if chunks and asked:
-        raise ValueError(
-            "chunks: they are not done yet where a mesh axis splits tensors inside segments; pin a mesh of pp and dp, "
-            "or leave chunks out"
-        )
+    chunking.check_beside(pins, inside=bool(asked))
     degrees = {} if chunks else tensor.degrees(segmented, batch, pins, inputs)
     plain = ((None, *tensor.costs_of(segmented, chunks=chunks)),)
     found: Sequence[Costed] = tensor.placements(segmented, asked) if asked else plain
@@ -138,6 +135,7 @@ def _chosen(
         optimizer_ratio=optimizer_ratio(captured, pins.get("precision")),
         others=others,
         degrees=degrees,
+        chunked={} if decided is not None else chunking.ways_out(segmented, pins),
         **pins,
     )
 

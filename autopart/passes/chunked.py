@@ -17,12 +17,14 @@ from fnmatch import fnmatchcase
 from itertools import groupby
 
 from autopart.errors import CaptureError
+from autopart.ir.captured import Captured
 from autopart.ir.graph import Dim, Node, Value, descendants
 from autopart.ir.loop import Along, Loop, Sized
 from autopart.ir.names import fresh
 from autopart.ir.segmented import Body, Function, Segmented, defined
 from autopart.passes.chunk_loop import ADVICE, Found, first_loop, loop, only_for
 from autopart.passes.dependence import refuse
+from autopart.passes.output_layer import begins
 from autopart.passes.recompute import Kept, recompute
 from autopart.passes.segment import around
 from autopart.passes.tokens import Tokens, rest_of
@@ -96,6 +98,15 @@ def _regions(
         after = tuple(i for i in range(own[-1] + 1, len(nodes)) if not rest.isdisjoint(nodes[i].names()))
         ends = not losses.isdisjoint(rest) and all(parameters.isdisjoint(nodes[i].refs()) for i in after)
         yield Region(*match, own, only_for(nodes, (*own, *after) if ends else own, free))
+
+
+def output_module(captured: Captured) -> str:
+    """The module of the product with the vocabulary; "" where the step has none, or no module computes it alone."""
+    try:
+        first = begins(captured)
+    except CaptureError:
+        return ""
+    return [node for node in captured.nodes if not node.backward][first].module
 
 
 def matched(module: str, chunks: Chunks) -> tuple[str, int] | None:

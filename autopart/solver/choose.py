@@ -27,7 +27,7 @@ from autopart.solver.schedule import Chosen, search
 from autopart.solver.search import Solved, check_schedule, exchanged_seconds, first_fit, flush, meshes, stage_seconds
 from autopart.solver.space import Space
 from autopart.solver.split import solve_split
-from autopart.solver.variants import Costed, Degrees
+from autopart.solver.variants import Chunked, Costed, Degrees
 
 OBJECTIVES = {
     "time": "predicted step time",
@@ -62,6 +62,7 @@ def choose(
     time_limit: float | None = None,
     progress: Progress = lambda done, count: None,
     degrees: Degrees = MappingProxyType({}),
+    chunked: Chunked = MappingProxyType({}),
     looks_up: bool = False,
 ) -> Plan:
     """The plan for a model of these segments and a batch of `batch` samples.
@@ -94,9 +95,10 @@ def choose(
     the plan. With a `mesh` that splits tensors inside segments the costs are those of one place, `tensor` is what was
     decided there, and `others` is what else comes into question: what is decided then, and what segments cost, plain
     and recomputed. `degrees` has such, by tensor degree, for a mesh that is free; with a pinned one, and without a
-    `cluster`, it is asked only for ways out where nothing fits. With `looks_up` the first of the costs are of a lookup
-    in the input embedding, which is split over the pipeline ranks as the output layer is, the last of them. `progress`
-    is told how many tensor degrees are done, of how many, and then how many settings.
+    `cluster`, it is asked only for ways out where nothing fits, as `chunked` is, for modules in chunks. With `looks_up`
+    the first of the costs are of a lookup in the input embedding, which is split over the pipeline ranks as the output
+    layer is, the last of them. `progress` is told how many tensor degrees are done, of how many, and then how many
+    settings.
 
     Raises ValueError or TypeError naming a bad argument; `PlanInfeasible` where nothing fits, with the stage that needs
     most, by state, and single changes that make it fit.
@@ -125,6 +127,7 @@ def choose(
         tensor=tensor,
         others=others,
         degrees=degrees,
+        chunked=chunked,
         looks_up=looks_up,
     )
     space = Space(request)
