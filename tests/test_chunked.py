@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 import autopart
 from autopart.api.compiler import captured_step, lower, solve
@@ -139,6 +140,37 @@ def test_parity(model: Model, pins: dict[str, Any]) -> None:
     assert_parity(model, batch(), **pins)
 
 
+class Several(Model):
+    """Two uses of the output layer, one beside another layer's logits, all of which meet in one loss; checkpointed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = nn.Linear(6, 11)
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = self.wte(ids)
+        for layer in self.h:
+            x = checkpoint(layer, x, use_reentrant=False)
+        return self.loss(self.lm_head(self.norm(x)) + self.other(x), labels) + padded(self.lm_head(x), labels)
+
+
+@pytest.mark.soak
+def test_several_output_layers_and_checkpointed_layers() -> None:
+    chunks = {**BOTH, "other": 2}
+    assert_parity(Several(), batch(), devices=1, capture="compile", chunks=chunks)
+
+
+@pytest.mark.soak
+def test_a_published_model() -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"n_layer": 2, "n_head": 2, "n_embd": 8, "vocab_size": 31, "n_positions": 16, "attn_pdrop": 0.0}
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes))
+    ids = torch.randint(0, 31, (4, 9))
+    chunks = {"lm_head": 4, "transformer.h.*.mlp": 2}
+    inputs = {"input_ids": ids, "labels": ids.clone()}
+    assert_parity(model, (), inputs, mesh={"pp": 2}, microbatches=2, capture="compile", chunks=chunks)
+
+
 class Rows(nn.Module):
     """Samples that are rows, or tokens of samples that are rows before they come to the layers in chunks."""
 
@@ -158,6 +190,7 @@ def test_rows_are_cut_where_values_have_nothing_else(flat: bool) -> None:
     assert_parity(Rows(flat), args, devices=1, microbatches=2, chunks={"mlp": 3, "head": 2})
 
 
+@pytest.mark.soak
 def test_labels_in_rows_of_tokens_are_cut_too() -> None:
     """They are views made before the layers of which the last goes with the loss, in another segment."""
 
@@ -172,6 +205,7 @@ def test_labels_in_rows_of_tokens_are_cut_too() -> None:
     assert_parity(Early(False), args, mesh={"pp": 2}, microbatches=2, chunks={"mlp": 3, "head": 2})
 
 
+@pytest.mark.soak
 def test_evaluation_is_in_chunks_too_and_may_have_fewer_samples_than_ranks() -> None:
     model, args = Model().double(), batch()
     with torch.no_grad():
@@ -233,7 +267,8 @@ def test_a_program_can_be_read_back(tmp_path: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mesh", "placement", "microbatches"), [({"pp": 2}, "ddp", 2), ({"pp": 2, "dp": 2}, "fsdp", 3)]
+    ("mesh", "placement", "microbatches"),
+    [({"pp": 2}, "ddp", 2), pytest.param({"pp": 2, "dp": 2}, "fsdp", 3, marks=pytest.mark.soak)],
 )
 def test_what_is_kept_is_as_predicted(mesh: dict[str, int], placement: str, microbatches: int) -> None:
     plain = case("gpt", mesh, placement, "1f1b", microbatches)

@@ -88,8 +88,10 @@ def regions(segmented: Segmented, chunks: Chunks) -> tuple[tuple[Region, ...], .
 def _regions(
     nodes: Sequence[Node], chunks: Chunks, losses: set[str], parameters: set[str], free: frozenset[str]
 ) -> Iterable[Region]:
-    """Those of one segment, whose forward has these nodes."""
-    for match, group in groupby(range(len(nodes)), key=lambda i: matched(nodes[i].module, chunks)):
+    """Those of one segment, whose forward has these nodes; no node is in two, and each has its module's own."""
+    owners = [matched(node.module, chunks) for node in nodes]
+    taken = {i for i, match in enumerate(owners) if match is not None}
+    for match, group in groupby(range(len(nodes)), key=owners.__getitem__):
         if match is None:
             continue
         own = tuple(group)
@@ -97,7 +99,10 @@ def _regions(
         rest = descendants([node for node in nodes[own[-1] + 1 :]], made) - made
         after = tuple(i for i in range(own[-1] + 1, len(nodes)) if not rest.isdisjoint(nodes[i].names()))
         ends = not losses.isdisjoint(rest) and all(parameters.isdisjoint(nodes[i].refs()) for i in after)
-        yield Region(*match, own, only_for(nodes, (*own, *after) if ends else own, free))
+        wanted = (*own, *(i for i in after if i not in taken)) if ends else own
+        found = tuple(i for i in only_for(nodes, wanted, free) if i in own or i not in taken)
+        taken.update(found)
+        yield Region(*match, own, found)
 
 
 def output_module(captured: Captured) -> str:
