@@ -55,6 +55,18 @@ class Layer(nn.Module):
         return self.norm(x + self.mlp(x)) if self.post else x + self.mlp(self.norm(x))
 
 
+class Placed(nn.Module):
+    """An MLP of tokens that know their places, from a parameter, a lookup and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.place, self.wpe, self.mlp = nn.Parameter(torch.randn(7, 6)), nn.Embedding(9, 6), Mlp(6, 0.0)
+        self.register_buffer("scale", torch.rand(7, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.mlp(x + self.place + self.wpe(torch.arange(x.shape[1]))) * self.scale
+
+
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
@@ -138,6 +150,21 @@ def test_mlps_and_output_layer_on_stages_and_parts_of_parameters() -> None:
 )
 def test_parity(model: Model, pins: dict[str, Any]) -> None:
     assert_parity(model, batch(), **pins)
+
+
+class Positions(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.placed = Placed()
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return self.loss(self.lm_head(self.placed(self.wte(ids))), labels)
+
+
+@pytest.mark.soak
+def test_what_is_read_for_each_token_is_cut_and_its_gradient_put_together() -> None:
+    """The module lies in two segments; a gradient from the one is added within the other's loop."""
+    assert_parity(Positions(), batch(), devices=1, chunks={"placed": 3})
 
 
 class Several(Model):

@@ -18,7 +18,7 @@ from itertools import groupby
 
 from autopart.errors import CaptureError
 from autopart.ir.captured import Captured
-from autopart.ir.graph import Dim, Node, Value, descendants
+from autopart.ir.graph import Dim, Node, Value, ancestors, descendants
 from autopart.ir.loop import Along, Loop, Sized
 from autopart.ir.names import fresh
 from autopart.ir.segmented import Body, Function, Segmented, defined
@@ -178,7 +178,10 @@ def _with_regions(body: Body, found: Sequence[Region]) -> Body:
 
 
 def _backward_places(body: Body, found: Sequence[Region]) -> list[list[int]]:
-    """The nodes of the backward that belong to each region: those of its forward's nodes, and their sums."""
+    """The nodes of the backward that belong to each region.
+
+    Those of its forward's nodes, sums of what they make, and what lies between: sums of their and others' gradients.
+    """
     assert body.backward is not None
     forward, nodes = body.forward.nodes, body.backward.nodes
     by_sequence: dict[int, int] = {}
@@ -188,15 +191,25 @@ def _backward_places(body: Body, found: Sequence[Region]) -> list[list[int]]:
     places = []
     for each in found:
         mine = set(each.nodes)
-        taken: dict[int, Node] = {}
+        taken: list[int] = []
+        made: set[str] = set()  # by the backward's own
         for i, node in enumerate(nodes):
             own = by_sequence.get(node.sequence) if node.backward else again[node.names()[0]]
-            made = {name for other in taken.values() for name in other.names() if other.backward}
             added = node.backward and node.aten == "add" and made.issuperset(node.refs())
             if added or (own in mine and (node.sequence >= 0 or not node.backward)):
-                taken[i] = node
-        places.append(list(taken))
+                taken.append(i)
+                made.update(node.names() if node.backward else ())
+        places.append(sorted({*taken, *_between(nodes, taken)}))
     return places
+
+
+def _between(nodes: Sequence[Node], taken: Sequence[int]) -> Iterable[int]:
+    """The nodes of a backward that need some of those taken, and are needed by others of these."""
+    reached = descendants(nodes, [name for i in taken if nodes[i].backward for name in nodes[i].names()])
+    needed = ancestors(nodes, [name for i in taken for name in nodes[i].refs()])[1]
+    return (
+        i for i, node in enumerate(nodes) if node.backward and any(n in reached and n in needed for n in node.names())
+    )
 
 
 # ---- loops -----------------------------------------------------------------------------------------------------------
@@ -314,6 +327,8 @@ def _together(function: Function, inside: Sequence[Node]) -> Function:
         items.append(nodes[at:stop])
         at = stop
     chosen = [i for i, item in enumerate(items) if item[0].names() in wanted]
+    if len(chosen) != len(inside) or any(len(items[i]) > 1 for i in chosen):
+        refuse(inside[0], "is computed together with another module that is in chunks, too", ADVICE)
     first, last = chosen[0], chosen[-1]
     before, run, behind = items[:first], [], list[tuple[Node, ...]]()
     reached: set[str] = set()
