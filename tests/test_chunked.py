@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import autopart
+from autopart.api.chunks import COUNTS, ways_out
 from autopart.api.compiler import captured_step, lower, solve
 from autopart.capture import read
 from autopart.errors import CaptureError, VerificationError
@@ -26,6 +28,7 @@ from autopart.passes.costs import costs
 from autopart.passes.predict import predict_memory
 from autopart.passes.segment import segment
 from autopart.passes.verify import verify
+from autopart.solver.request import Pins
 from autopart.testing import LocalWorld, assert_parity
 from tests.models import GPT
 from tests.test_predict import case, check, lowered, measure, sample
@@ -120,6 +123,19 @@ def step(model: nn.Module, args: tuple[torch.Tensor, ...]) -> Segmented:
 
 
 BOTH = {"h.*.mlp": 3, "lm_head": 4}
+
+
+@cache
+def gpt() -> Segmented:
+    """A GPT most of which is its logits."""
+    ids = torch.zeros(2, 64, dtype=torch.long)
+    return step(GPT(layers=1, vocabulary=512, width=8, heads=2, length=64, skips=False), (ids, ids))
+
+
+@cache
+def program() -> Program:
+    found = step(Model(summed), batch())
+    return lower(found, solve(found, devices=1, chunks=BOTH))
 
 
 def test_an_output_layer_in_chunks_counts_valid_targets_of_the_whole_batch() -> None:
@@ -259,8 +275,7 @@ def model_of(model: Model) -> Model:
 
 def test_golden_text(golden: Callable[[str, str], None]) -> None:
     """The output layer of a GPT with its loss; a loop in the forward, and one in the backward."""
-    found = sample("gpt").segmented
-    text = lower(found, solve(found, devices=1, chunks={"head": 3})).ranks[0].source
+    text = lower(gpt(), solve(gpt(), devices=1, chunks={"head": 6})).ranks[0].source
     start = text.index("def norm_forward")
     golden("head_in_chunks.py", text[start : text.index("\n\n\ndef stage0", start)] + "\n")
 
@@ -282,12 +297,11 @@ def test_layers_share_a_body_unless_some_are_in_chunks_and_some_not() -> None:
 
 
 def test_a_program_can_be_read_back(tmp_path: Any) -> None:
-    found = step(Model(), batch())
-    program = lower(found, solve(found, devices=1, chunks=BOTH))
-    program.write(tmp_path)
+    program().write(tmp_path)
     again = Program.read(tmp_path)
-    assert again.staged == program.staged and verify(again)
-    assert len(program.stages[0].forward.graph.nodes) > 0  # the loops of a stage's graph are written out
+    assert again.staged == program().staged and verify(again)
+    loops = sum(node.op == "call_module" for node in again.stages[0].forward.graph.nodes)
+    assert loops == len(program().plan.segments)  # in which the loops are written out
 
 
 # ---- memory ----------------------------------------------------------------------------------------------------------
@@ -330,24 +344,21 @@ class Live(TorchDispatchMode):
         self.now -= size
 
 
-def peak(found: Segmented, model: nn.Module, args: tuple[torch.Tensor, ...], **pins: Any) -> tuple[int, StageMemory]:
-    """The most bytes that a step really has at once, and what is predicted."""
-    program = lower(found, solve(found, devices=1, **pins))
-    mine = autopart.parallelize(model, plan=program, capture="direct")
-    mine(*args).backward()
+def peak(**pins: Any) -> tuple[int, StageMemory]:
+    """The most bytes that a step of the GPT really has at once, and what is predicted."""
+    made = lower(gpt(), solve(gpt(), devices=1, **pins))
+    model = GPT(layers=1, vocabulary=512, width=8, heads=2, length=64, skips=False).double()
+    mine, ids = autopart.parallelize(model, plan=made, capture="direct"), torch.randint(0, 512, (2, 64))
+    mine(ids, ids).backward()
     with Live() as live:
-        mine(*args).backward()
-    return live.most, program.plan.prediction.memory[0]
+        mine(ids, ids).backward()
+    return live.most, made.plan.prediction.memory[0]
 
 
 def test_peak_memory_falls_as_predicted() -> None:
     """Logits, their log-softmax and its gradient are most of it; in chunks there is an eighth of them at a time."""
-    torch.manual_seed(0)
-    ids = torch.randint(0, 512, (2, 64))
-    built = [GPT(layers=1, vocabulary=512, width=8, heads=2, length=64, skips=False).double() for _ in range(2)]
-    found = step(built[0], (ids, ids))
-    plain, predicted = peak(found, built[0], (ids, ids))
-    less, fewer = peak(found, built[1], (ids, ids), chunks={"head": 8})
+    plain, predicted = peak()
+    less, fewer = peak(chunks={"head": 8})
     logits = 2 * 64 * 512 * 8
     assert predicted.activations - fewer.activations > 0.9 * logits
     assert fewer.transient == logits // 8
@@ -356,14 +367,13 @@ def test_peak_memory_falls_as_predicted() -> None:
 
 
 def test_where_nothing_fits_chunks_of_the_output_layer_are_a_way_out() -> None:
-    ids = torch.randint(0, 512, (2, 64))
-    args, model = (ids, ids), GPT(layers=1, vocabulary=512, width=8, heads=2, length=64, skips=False)
-    limit = autopart.plan(model, args, devices=1, capture="direct", chunks={"head": 4}).prediction.peak
+    limit = solve(gpt(), devices=1, chunks={"head": 4}).prediction.peak
     with pytest.raises(autopart.PlanInfeasible, match=r"It fits with: chunks=\{'head': (2|4)\}"):
-        autopart.plan(model, args, devices=1, capture="direct", memory=limit)
-    with pytest.raises(autopart.PlanInfeasible) as told:  # its backward is in two
-        autopart.plan(model, args, mesh={"pp": 2}, schedule="zb-h1", capture="direct", memory=limit // 8)
-    assert "chunks" not in str(told.value)
+        solve(gpt(), devices=1, memory=limit)
+    assert set(ways_out(gpt(), {})) == {f"chunks={{'head': {count}}}" for count in COUNTS}
+    pins: list[Pins] = [{"schedule": name} for name in ("zb-h1", "auto", "vocab", "seq1f1b(slices=2)")]
+    for each in [*pins, Pins(chunks={})]:
+        assert not ways_out(gpt(), each)
 
 
 def test_costs_count_what_a_chunk_makes_again() -> None:
@@ -426,14 +436,11 @@ def test_pins_that_do_not_go_with_it_are_refused(pins: dict[str, Any], error: ty
 
 def test_faults_in_loops_are_found() -> None:
     """A chunk that is left out or comes twice; a sum or a part that is not put where it belongs."""
-    found = step(Model(summed), batch())
-    program = lower(found, solve(found, devices=1, chunks={"lm_head": 4}))
-    source = program.ranks[0].source
-    heads = source.count("range(0, 7, 2)")
-    assert heads == 2
+    source = program().ranks[0].source
+    assert source.count("range(0, 7, 2)") == 2
 
     def verified(text: str) -> None:
-        verify(replace(program, ranks=(replace(program.ranks[0], source=text),)))
+        verify(replace(program(), ranks=(replace(program().ranks[0], source=text),)))
 
     for old, new, message in (
         ("range(0, 7, 2)", "range(2, 7, 2)", "leave out 0 to 2 of the 7 in dim 1"),
@@ -446,8 +453,9 @@ def test_faults_in_loops_are_found() -> None:
             ):
                 verified(text)
     lines = source.splitlines(keepends=True)
-    puts = [i for i, line in enumerate(lines) if line.lstrip().startswith(("aten.add_.", "aten.copy_."))]
-    assert len(puts) >= 4  # the loss; the gradients of weight, bias and input
+    first = next(i for i, line in enumerate(lines) if line.startswith("def norm_forward"))
+    puts = [i for i in range(first, len(lines)) if lines[i].lstrip().startswith(("aten.add_.", "aten.copy_."))]
+    assert len(puts) == 4  # the loss; the gradients of weight, bias and input
     for i in puts:
         with pytest.raises(VerificationError, match=r"rule values: .*_part is never read"):
             verified("".join([*lines[:i], *lines[i + 1 :]]))
