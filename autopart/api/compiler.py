@@ -294,8 +294,8 @@ def plan(
 ) -> Plan:
     """The plan for a training step of ``model(*args, **kwargs)``: what is not pinned is chosen.
 
-    The pins are `cluster`, `devices`, `mesh`, `stages`, `placement`, `schedule`, `microbatches`, `memory` and
-    `recompute`; ``precision="mixed"`` counts 32-bit copies and moments of 16-bit parameters; `objective` is "time",
+    The pins are `cluster`, `devices`, `mesh`, `stages`, `placement`, `schedule`, `microbatches`, `memory`, `recompute`
+    and `chunks`; ``precision="mixed"`` counts 32-bit copies and moments of 16-bit parameters; `objective` is "time",
     "memory" or "throughput_per_cost", and after `time_limit` seconds of search the best plan so far is returned; see
     `solver.choose`. A free mesh may have an axis ``tp`` where a `cluster` is given. A search of more than a second
     shows its progress on a terminal.
