@@ -2,7 +2,8 @@
 
 A value whose memory gets another's result is gone under its old name, and so are all views of it. What a body was given
 (values, what was saved, parameters, buffers, the caller's inputs) belongs to others, who may read it later or are
-sending it; what it returns is read under its name. So neither is written over.
+sending it; what it returns is read under its name. So neither is written over. Nor does a loop over chunks write over
+what is there before it, which its next turn reads: but for what was made to be filled by it, or added to.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from autopart import _torch
 from autopart.codegen.parsed import Body
 from autopart.rules.alias import views
 from autopart.rules.memory import IN_PLACE_NAMES
+
+_EMPTY = ("aten.new_zeros.default", "aten.new_empty.default")
 
 
 class Overwriting(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -57,9 +60,21 @@ class Overwriting(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
             shared = self._shared(here)
             if shared & self.formals or key in map(_torch.storage_key, self.others):
                 raise ValueError(f"{name} is written over, but is not this function's own; let {func} make a new value")
-            if here:  # what has no name is an operator's own
+            if here and not self._filled(here, frame):  # what has no name is an operator's own
                 self._check_aligned(func, value, name, [other for other in read if _torch.storage_key(other) == key])
                 self._check_unread(func, name, shared, frame)
+
+    def _filled(self, names: set[str], frame: FrameType) -> bool:
+        """Whether a loop writes to what was made empty, or of zeros, for that; ValueError where it must not write."""
+        line = frame.f_lineno - self.code.co_firstlineno
+        loop = next(((first, last) for first, last in self.body.loops if first <= line <= last), None)
+        if loop is None:
+            return False
+        before = [s for s in self.body.statements if s.targets & names and not loop[0] <= s.first <= loop[1]]
+        if any(s.function not in _EMPTY for s in before):
+            name = min(before[0].targets & names)
+            raise ValueError(f"{name} is written over in a loop, the next turn of which needs it; make a new value")
+        return bool(before)
 
     def _shared(self, names: set[str]) -> set[str]:
         """The names of what shares memory with values of these names, or does where strides are others than here."""

@@ -47,6 +47,14 @@ def _unread(body: ast.FunctionDef) -> tuple[tuple[int, str], ...]:
     return tuple(sorted((node.lineno, node.id) for node in stored if node.id not in read))
 
 
+def _loops(body: ast.FunctionDef) -> Iterator[ast.For]:
+    return (node for node in ast.walk(body) if isinstance(node, ast.For))
+
+
+def _last(node: ast.For) -> int:
+    return node.end_lineno or node.lineno
+
+
 @dataclass(frozen=True, slots=True)
 class Statement:
     """A statement of a body that calls one function at most, from its `first` line to its `last`.
@@ -63,8 +71,8 @@ class Statement:
 
 
 def _statements(body: ast.FunctionDef) -> Iterator[Statement]:
-    """Those that the body always performs, once and in order: none of a loop or a condition."""
-    for node in body.body:
+    """Those that the body always performs, in order: those of its loops over chunks too, none of a condition."""
+    for node in (each for outer in body.body for each in (outer.body if isinstance(outer, ast.For) else [outer])):
         calls = [n for n in ast.walk(node) if isinstance(n, ast.Call) and ast.unparse(n.func) != "float"]
         if len(calls) > 1 or not isinstance(node, ast.Assign | ast.AugAssign | ast.Expr):
             continue
@@ -96,8 +104,9 @@ class Body:
     """A body's text (with all that it calls), and whether what it returns may depend on the size of the whole batch.
 
     One that `communicates` takes the world before all else; `operands` are the names of what its collectives on values
-    are given, by line of the body, `unread` the names of values that it makes for nothing, by line of the source.
-    `statements` are its simple ones, `last_reads` where each name is read last; both count lines from the body's first.
+    are given, by line of the body. `loops` are the first and last lines of those over chunks, by line of the body.
+    `unread` has the names of values that it makes for nothing, by line of the source, if it has either. `statements`
+    are its simple ones, `last_reads` where each name is read last; both count lines from the body's first.
     """
 
     text: str
@@ -105,6 +114,7 @@ class Body:
     communicates: bool = False
     operands: tuple[tuple[int, str], ...] = ()
     unread: tuple[tuple[int, str], ...] = ()
+    loops: tuple[tuple[int, int], ...] = ()
     statements: tuple[Statement, ...] = ()
     last_reads: Mapping[str, int] = field(default_factory=dict)
 
@@ -129,13 +139,14 @@ def parse(source: str, name: str) -> Parsed:
         alone = functions.isdisjoint({*words} - {node.name})
         # Every body has B among its formals; the prologue begins with it.
         reads_whole = node.name == PROLOGUE or not alone or words.count("B") > 1
-        operands, unread = (tuple(_operands(node)), _unread(node)) if _communicates(node) else ((), ())
+        loops = tuple((each.lineno - node.lineno, _last(each) - node.lineno) for each in _loops(node))
         bodies[node.name] = Body(
             text if alone else source,
             reads_whole,
             _communicates(node),
-            operands,
-            unread,
+            tuple(_operands(node)) if _communicates(node) else (),
+            _unread(node) if loops or _communicates(node) else (),
+            loops,
             tuple(_statements(node)),
             _last_reads(node),
         )

@@ -57,14 +57,15 @@ def in_place(function: Function, kept: Iterable[str], ordered: Set[str]) -> Func
     """
     values, known, root = defined(function), _row_majors(function, ordered), roots(function.nodes)
     last = _last_uses(function, (*function.outputs, *kept), root)
-    whole = _whole(function, root)
+    whole, turn = _whole(function, root), _turns(function)
+    born = {name: turn[place] for place, node in enumerate(function.nodes) for name in node.names()}
 
     def free(name: str, place: int, node: Node, out: Value) -> bool:
         """Whether a value is the whole of memory made here that dies at this place, and the result has its form."""
         storage, value = root.get(name, name), values[name]
         alike = value.shape == out.shape and value.dtype == out.dtype and known >= {name, out.name}
         alone = {other for other in node.refs() if root.get(other, other) == storage} == {name}
-        return alike and alone and name in whole and last[storage] == place
+        return alike and alone and name in whole and last[storage] == place and born[storage] == turn[place]
 
     nodes = []
     for place, node in enumerate(function.nodes):
@@ -74,6 +75,14 @@ def in_place(function: Function, kept: Iterable[str], ordered: Set[str]) -> Func
             node = next((made for made in found if made is not None), node)
         nodes.append(node)
     return replace(function, nodes=tuple(nodes))
+
+
+def _turns(function: Function) -> list[int]:
+    """For each node the loop that it is in, -1 for none: what is there before a loop, its next turn reads again."""
+    turns = [-1] * len(function.nodes)
+    for number, loop in enumerate(function.loops):
+        turns[loop.start : loop.stop] = [number] * (loop.stop - loop.start)
+    return turns
 
 
 def _last_uses(function: Function, returned: Iterable[str], root: Mapping[str, str]) -> dict[str, int]:
