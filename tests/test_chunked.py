@@ -356,14 +356,14 @@ def peak(**pins: Any) -> tuple[int, StageMemory]:
 
 
 def test_peak_memory_falls_as_predicted() -> None:
-    """Logits, their log-softmax and its gradient are most of it; in chunks there is an eighth of them at a time."""
+    """Logits, over which their log-softmax is written, and its gradient; in chunks there is an eighth of them at a time."""
     plain, predicted = peak()
     less, fewer = peak(chunks={"head": 8})
     logits = 2 * 64 * 512 * 8
     assert predicted.activations - fewer.activations > 0.9 * logits
     assert fewer.transient == logits // 8
     assert plain - less >= (predicted.activations - fewer.activations) - fewer.transient
-    assert less < plain - 2 * logits
+    assert less < plain - 1.7 * logits
 
 
 def test_where_nothing_fits_chunks_of_the_output_layer_are_a_way_out() -> None:
@@ -452,6 +452,9 @@ def test_faults_in_loops_are_found() -> None:
                 VerificationError, match=rf"rule text: .*the chunks of line \d+, `\w+_part = .*{message}"
             ):
                 verified(text)
+    needed = "nll_loss_backward = ", "div_1 = aten.mul_.Tensor(div_1, 2)\n        nll_loss_backward = "
+    with pytest.raises(VerificationError, match="div_1 is written over in a loop, the next turn of which needs it"):
+        verified(source.replace(*needed, 1))
     lines = source.splitlines(keepends=True)
     first = next(i for i, line in enumerate(lines) if line.startswith("def norm_forward"))
     puts = [i for i in range(first, len(lines)) if lines[i].lstrip().startswith(("aten.add_.", "aten.copy_."))]
