@@ -10,8 +10,9 @@ from typing import Any, Unpack
 import torch
 
 from autopart import capture as capturing
+from autopart.api import chunks as chunking
 from autopart.api import tensor
-from autopart.api.checks import check_cut, check_fingerprint, check_patterns, fingerprint
+from autopart.api.checks import check_chunked, check_cut, check_fingerprint, check_patterns, fingerprint
 from autopart.api.options import SEMANTICS, one_of
 from autopart.api.plain import check_hooks
 from autopart.api.progress import shown
@@ -23,19 +24,20 @@ from autopart.ir.action import Scheduled
 from autopart.ir.captured import Captured
 from autopart.ir.cost import PRECISIONS, optimizer_bytes
 from autopart.ir.mesh import pieces
-from autopart.ir.plan import INPUT, OUTPUT, Plan
+from autopart.ir.plan import INPUT, OUTPUT, Plan, pinned_chunks
 from autopart.ir.program import Program
 from autopart.ir.segmented import Segmented
 from autopart.ir.sharded import Sharded
 from autopart.ir.staged import Staged
 from autopart.ir.state import State
+from autopart.passes.chunked import chunked
 from autopart.passes.emit import emit
 from autopart.passes.inside import crossing, inside
 from autopart.passes.judge import check_sums
 from autopart.passes.normalise import normalise
 from autopart.passes.overlap import check_recompute
 from autopart.passes.predict import with_memory, with_traffic
-from autopart.passes.recompute import recompute, with_regions
+from autopart.passes.recompute import with_regions
 from autopart.passes.schedule import check_deferred
 from autopart.passes.schedule import schedule as scheduled
 from autopart.passes.segment import segment
@@ -82,6 +84,7 @@ def _counted_on(segmented: Segmented, chosen: Plan, inputs: str) -> Plan:
 def _fitting(captured: Captured, pins: Pins) -> Pins:
     """The pins for a step. Raises ValueError where a pattern matches nothing, or its outputs rule a schedule out."""
     check_patterns(pins.get("placement"), captured)
+    check_chunked(pinned_chunks(pins.get("chunks")), captured)
     if not captured.deferred:
         return pins
     check_deferred(pins.get("schedule"))
@@ -96,8 +99,11 @@ def _best(segmented: Segmented, batch: int, pins: Pins, inputs: str = "global") 
 def _choosing(segmented: Segmented, batch: int, pins: Pins, inputs: str = "global") -> Callable[[Pins], Plan]:
     """What chooses a plan under these pins, or with another objective or memory; what segments cost is found once."""
     asked = tensor.asked(segmented.captured, batch, pins, inputs)
-    degrees = tensor.degrees(segmented, batch, pins, inputs)
-    found: Sequence[Costed] = tensor.placements(segmented, asked) if asked else ((None, *tensor.costs_of(segmented)),)
+    chunks = pinned_chunks(pins.get("chunks"))
+    chunking.check_beside(pins, inside=bool(asked))
+    degrees = {} if chunks else tensor.degrees(segmented, batch, pins, inputs)
+    plain = ((None, *tensor.costs_of(segmented, chunks=chunks)),)
+    found: Sequence[Costed] = tensor.placements(segmented, asked) if asked else plain
 
     def chosen(pins: Pins) -> Plan:
         kept: Pins = {**pins, "placement": tensor.without_tensors(pins.get("placement"))}
@@ -115,7 +121,8 @@ def _chosen(
     degrees: Degrees = MappingProxyType({}),
 ) -> Plan:
     """The best plan for what segments cost as `found`, by default with nothing split inside them."""
-    (decided, plain, again), *others = found or ((None, *tensor.costs_of(segmented)),)
+    chunks = pinned_chunks(pins.get("chunks"))
+    (decided, plain, again), *others = found or ((None, *tensor.costs_of(segmented, chunks=chunks)),)
     captured = segmented.captured
     return choose(
         plain,
@@ -128,6 +135,7 @@ def _chosen(
         optimizer_ratio=optimizer_ratio(captured, pins.get("precision")),
         others=others,
         degrees=degrees,
+        chunked={} if decided is not None else chunking.ways_out(segmented, pins),
         **pins,
     )
 
@@ -204,7 +212,7 @@ def _counted(places: Sequence[Staged], lowered: Scheduled, plan: Plan, shares: S
 def lower(
     segmented: Segmented, plan: Plan, *, state: State | None = None, check: bool = True, fits: bool | None = None
 ) -> Program:
-    """recompute, shard, split, schedule, split_backward, emit and verify.
+    """recompute (and what is in chunks), shard, split, schedule, split_backward, emit and verify.
 
     `fits` says whether the calls that the program is for have the microbatches that the plan is for (`Plan.fits`), by
     default whether its own batch has.
@@ -242,9 +250,9 @@ def _sharded(segmented: Segmented, plan: Plan, state: State | None, fits: bool) 
         again = plan.recompute
         if plan.barriers:  # an output layer in parts keeps its logits: to make them again takes as long as the rest
             again = tuple(name for name in again if name != plan.stages[-1].segments[-1])
-        return (shard(recompute(segmented, again)),)
+        return (shard(chunked(segmented, plan.chunks, again)),)
     whole, here = shard(segmented), tensor.places(segmented, plan.tensor, state, fits=fits)
-    return tuple(whole.of(recompute(each, plan.recompute)) for each in here)
+    return tuple(whole.of(chunked(each, (), plan.recompute)) for each in here)
 
 
 def compile(
@@ -286,8 +294,8 @@ def plan(
 ) -> Plan:
     """The plan for a training step of ``model(*args, **kwargs)``: what is not pinned is chosen.
 
-    The pins are `cluster`, `devices`, `mesh`, `stages`, `placement`, `schedule`, `microbatches`, `memory` and
-    `recompute`; ``precision="mixed"`` counts 32-bit copies and moments of 16-bit parameters; `objective` is "time",
+    The pins are `cluster`, `devices`, `mesh`, `stages`, `placement`, `schedule`, `microbatches`, `memory`, `recompute`
+    and `chunks`; ``precision="mixed"`` counts 32-bit copies and moments of 16-bit parameters; `objective` is "time",
     "memory" or "throughput_per_cost", and after `time_limit` seconds of search the best plan so far is returned; see
     `solver.choose`. A free mesh may have an axis ``tp`` where a `cluster` is given. A search of more than a second
     shows its progress on a terminal.

@@ -186,6 +186,7 @@ def parallelize(
     microbatches: int | None = None,
     memory: str | int | None = None,
     recompute: bool | Sequence[str] | None = None,
+    chunks: Mapping[str, int] | None = None,
 ) -> Any:
     """Train an ordinary module on many devices with an unchanged loop.
 
@@ -206,7 +207,9 @@ def parallelize(
     to fit, False for nothing. A `mesh` with an axis ``tp``, ``cp`` or ``ep`` splits the tensors inside layers;
     `placement` may then pin parameters there, such as ``{"*.up.weight": {"tp": autopart.Shard(0)}}``. A mesh that is
     not pinned may have a ``tp`` where a `cluster` is given. What the model puts into ``torch.utils.checkpoint`` is
-    recomputed in any case.
+    recomputed in any case. `chunks` names modules whose tokens are computed chunk after chunk, in forward and backward,
+    so that what is large in them is there for one chunk at a time: ``{"lm_head": 8, "h.*.mlp": 4}``; the output layer
+    with its loss.
     `semantics` is "exact" (the whole batch on one device; what couples its samples is refused) or "accumulate" (a
     BatchNorm, say, sees a microbatch of one data rank, as in gradient accumulation). ``outputs="all"`` gives every rank
     the outputs beside the loss, whole (with inputs "local" those of its own samples); otherwise they are None where not
@@ -236,6 +239,7 @@ def parallelize(
         microbatches=microbatches,
         memory=memory,
         recompute=recompute,
+        chunks=chunks,
     )
     if model_or_class is None:
         return lambda target: _parallelized(target, options)

@@ -47,12 +47,21 @@ def _unread(body: ast.FunctionDef) -> tuple[tuple[int, str], ...]:
     return tuple(sorted((node.lineno, node.id) for node in stored if node.id not in read))
 
 
+def _loops(body: ast.FunctionDef) -> Iterator[ast.For]:
+    return (node for node in ast.walk(body) if isinstance(node, ast.For))
+
+
+def _last(node: ast.For) -> int:
+    return node.end_lineno or node.lineno
+
+
 @dataclass(frozen=True, slots=True)
 class Body:
     """A body's text (with all that it calls), and whether what it returns may depend on the size of the whole batch.
 
     One that `communicates` takes the world before all else; `operands` are the names of what its collectives on values
-    are given, by line of the body, `unread` the names of values that it makes for nothing, by line of the source.
+    are given, by line of the body. `loops` are the first and last lines of those over chunks, by line of the body.
+    `unread` has the names of values that it makes for nothing, by line of the source, if it has either.
     """
 
     text: str
@@ -60,6 +69,7 @@ class Body:
     communicates: bool = False
     operands: tuple[tuple[int, str], ...] = ()
     unread: tuple[tuple[int, str], ...] = ()
+    loops: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +92,10 @@ def parse(source: str, name: str) -> Parsed:
         alone = functions.isdisjoint({*words} - {node.name})
         # Every body has B among its formals; the prologue begins with it.
         reads_whole = node.name == PROLOGUE or not alone or words.count("B") > 1
-        operands, unread = (tuple(_operands(node)), _unread(node)) if _communicates(node) else ((), ())
-        bodies[node.name] = Body(text if alone else source, reads_whole, _communicates(node), operands, unread)
+        loops = tuple((each.lineno - node.lineno, _last(each) - node.lineno) for each in _loops(node))
+        operands = tuple(_operands(node)) if _communicates(node) else ()
+        unread = _unread(node) if loops or _communicates(node) else ()
+        bodies[node.name] = Body(text if alone else source, reads_whole, _communicates(node), operands, unread, loops)
     return Parsed(compile(tree, name, "exec"), bodies)
 
 

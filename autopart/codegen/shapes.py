@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from autopart import _torch
+from autopart.codegen.coverage import Coverage
 from autopart.codegen.exchange import Exchange, ExchangeWorld
 from autopart.codegen.parsed import Body, Parsed, parse
 
@@ -105,7 +106,12 @@ def _on_shapes(
         code = function.__code__
         world = ExchangeWorld(places, dict(body.operands), code.co_filename, code.co_firstlineno)
         given = (*((world,) if body.communicates else ()), *(_empty(arg, device) for arg in args))
-        return function(*given), tuple(world.noted)
+        if not body.loops:
+            return function(*given), tuple(world.noted)
+        with Coverage(code.co_filename, code.co_firstlineno, body.loops, given) as coverage:
+            made = function(*given)
+        coverage.check()
+        return made, tuple(world.noted)
 
     with torch.no_grad():
         try:

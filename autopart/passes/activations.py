@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from autopart.codegen.chunks import on_their_own
 from autopart.codegen.stages import stage_edges, stores_of
 from autopart.ir.action import COMPUTE, Kind, Scheduled
 from autopart.ir.graph import Value
@@ -95,7 +96,7 @@ class _Local:
 
     @classmethod
     def of(cls, function: Function) -> _Local:
-        return cls(defined(function), roots(function.nodes))
+        return cls(defined(function), roots(on_their_own(function)))
 
     def storages(self, names: Iterable[str], given: Mapping[str, Storage], place: str, batch: int) -> list[Storage]:
         """The storage of each name; `given` has those of the function's inputs, `place` makes the names of new ones."""

@@ -12,7 +12,8 @@ from autopart.cluster import Cluster
 from autopart.ir.action import Schedule
 from autopart.ir.cost import SegmentCost
 from autopart.ir.mesh import Mesh
-from autopart.ir.plan import Plan, Prediction, Stage, stage_ranks
+from autopart.ir.plan import Plan, Prediction, Stage, pinned_chunks, stage_ranks
+from autopart.ir.plan_text import in_chunks
 from autopart.ir.plan_text import schedule as written
 from autopart.ir.tensor_plan import TensorPlan
 from autopart.solver.alternatives import alternatives, facts
@@ -26,7 +27,7 @@ from autopart.solver.schedule import Chosen, search
 from autopart.solver.search import Solved, check_schedule, exchanged_seconds, first_fit, flush, meshes, stage_seconds
 from autopart.solver.space import Space
 from autopart.solver.split import solve_split
-from autopart.solver.variants import Costed, Degrees
+from autopart.solver.variants import Chunked, Costed, Degrees
 
 OBJECTIVES = {
     "time": "predicted step time",
@@ -49,6 +50,7 @@ def choose(
     microbatches: int | None = None,
     memory: str | int | None = None,
     recompute: bool | Sequence[str] | None = None,
+    chunks: Mapping[str, int] | None = None,
     recomputed: Sequence[SegmentCost] | None = None,
     optimizer_ratio: float = 2.0,
     precision: str | None = None,
@@ -60,6 +62,7 @@ def choose(
     time_limit: float | None = None,
     progress: Progress = lambda done, count: None,
     degrees: Degrees = MappingProxyType({}),
+    chunked: Chunked = MappingProxyType({}),
     looks_up: bool = False,
 ) -> Plan:
     """The plan for a model of these segments and a batch of `batch` samples.
@@ -86,14 +89,16 @@ def choose(
     pipeline ranks and microbatches they are. Memory is counted a
     segment at a time: a placement pattern holds for a segment if it matches its name or a module around it.
     `recompute` pins that: True, False, or modules whose segments are recomputed; `recomputed` has what every segment
-    costs when it is (by default as much as it does anyway).
+    costs when it is (by default as much as it does anyway). `chunks`, modules whose tokens are computed chunk after
+    chunk, are noted in the plan; the costs are with them.
     `optimizer_ratio` is bytes of optimizer state per byte of trainable parameter, of which `precision` is only noted in
     the plan. With a `mesh` that splits tensors inside segments the costs are those of one place, `tensor` is what was
     decided there, and `others` is what else comes into question: what is decided then, and what segments cost, plain
     and recomputed. `degrees` has such, by tensor degree, for a mesh that is free; with a pinned one, and without a
-    `cluster`, it is asked only for ways out where nothing fits. With `looks_up` the first of the costs are of a lookup
-    in the input embedding, which is split over the pipeline ranks as the output layer is, the last of them. `progress`
-    is told how many tensor degrees are done, of how many, and then how many settings.
+    `cluster`, it is asked only for ways out where nothing fits, as `chunked` is, for modules in chunks. With `looks_up`
+    the first of the costs are of a lookup in the input embedding, which is split over the pipeline ranks as the output
+    layer is, the last of them. `progress` is told how many tensor degrees are done, of how many, and then how many
+    settings.
 
     Raises ValueError or TypeError naming a bad argument; `PlanInfeasible` where nothing fits, with the stage that needs
     most, by state, and single changes that make it fit.
@@ -122,6 +127,7 @@ def choose(
         tensor=tensor,
         others=others,
         degrees=degrees,
+        chunked=chunked,
         looks_up=looks_up,
     )
     space = Space(request)
@@ -137,6 +143,9 @@ def choose(
                 f"model; pin such a schedule, as 1f1b, not {written(request.schedules[0])}"
             )
         plan = _by_rule(request)
+    pinned = pinned_chunks(chunks)
+    told = (f"in chunks {in_chunks(pinned)}: pinned",) if pinned else ()
+    plan = replace(plan, chunks=pinned, notes=(*plan.notes, *told))
     return replace(plan, precision=precision, fingerprint=fingerprint, took=time.monotonic() - began)
 
 

@@ -106,6 +106,7 @@ def remedies(request: Request, nearest: Solved) -> Iterator[tuple[str, str]]:
     for kind in (
         _placements(request),
         _recompute(request),
+        _chunks(request),
         _microbatches(request),
         _schedules(request),
         _stages(request),
@@ -138,6 +139,13 @@ def _recompute(request: Request) -> Changes:
         everything = request.recomputing()
         if everything.recompute != request.recompute:
             yield "recompute=True", f"recompute={list(request.recompute) or False}", everything
+
+
+def _chunks(request: Request) -> Changes:
+    """The output layer in chunks, in as few as will do."""
+    for text, find in request.chunked:
+        if variants := find():
+            yield text, "", replace(request, variants=variants, number=0)
 
 
 def _microbatches(request: Request) -> Changes:

@@ -20,7 +20,7 @@ from autopart.ir.tensor_plan import TensorPlan
 from autopart.schedules.lookups import looking_up
 from autopart.schedules.spell import AUTO, is_table, splits_output
 from autopart.solver.counts import WHOLE, check_counts
-from autopart.solver.variants import INSIDE, Costed, Degrees, Variant
+from autopart.solver.variants import INSIDE, Chunked, Costed, Degrees, Variant
 
 Rules = tuple[tuple[str, Placement], ...]
 """(pattern, placement), the first match holds; the last pattern is '*'."""
@@ -49,6 +49,7 @@ class Pins(TypedDict, total=False):
     microbatches: int | None
     memory: str | int | None
     recompute: bool | Sequence[str] | None
+    chunks: Mapping[str, int] | None
     precision: str | None
     objective: str
     time_limit: float | None
@@ -82,6 +83,8 @@ class Request:
     output: SegmentCost | None = None  # the output layer, where the schedule splits it over the pipeline ranks
     lookup: SegmentCost | None = None  # that in the input embedding, where it is split over them too
     free: bool = False  # whether the solver chooses what is recomputed
+    # what finds variants with modules in chunks, by the argument that asks for them
+    chunked: tuple[tuple[str, Callable[[], tuple[Variant, ...]]], ...] = ()
     number: int = 0
 
     @property
@@ -186,6 +189,7 @@ def resolve(
     tensor: TensorPlan | None = None,
     others: Sequence[Costed] = (),
     degrees: Degrees = MappingProxyType({}),
+    chunked: Chunked = MappingProxyType({}),
     looks_up: bool = False,
 ) -> Request:
     """The request behind the arguments of `choose`; ValueError or TypeError names the argument that is wrong."""
@@ -225,6 +229,7 @@ def resolve(
         free=recompute is None,
         degrees={degree: partial(_variants, find, variant) for degree, find in degrees.items()},
         wide=wide,
+        chunked=tuple((text, partial(_variants, find, variant)) for text, find in chunked.items()),
     )
     _check_inside(request)
     check_counts(request)
