@@ -9,13 +9,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from autopart.runtime.distributed import join
-from autopart.runtime.watch import _Links
+from autopart.runtime.watch import Watch, _Links
 from tests.launch import Result, free_port, launch
 
 LIMIT = 10.0  # seconds from the failure to the end of every process
@@ -113,6 +114,19 @@ def test_a_rank_that_is_killed(culprit: int) -> None:
             assert len(lines) == 1, result
             assert lines[0].startswith(f"rank {rank} stopped because rank {culprit} was lost"), result
             assert "Traceback" not in output, result
+
+
+@pytest.mark.parametrize(("gone", "cause"), [(True, "rank 2 was lost (its"), (False, "rank 0 was lost (it hosted")])
+def test_the_first_of_two_lost_ranks_is_named(gone: bool, cause: str) -> None:
+    """Rank 0, of which rank 1 has not heard yet, took rank 2 with it; unless it had said goodbye before."""
+
+    class Store:
+        def compare_set(self, *_: str) -> bytes:
+            raise RuntimeError("connection reset by peer")
+
+    watch: Any = object.__new__(Watch)
+    watch._hosted, watch._store, watch._store_left = True, Store(), gone
+    assert watch._lost(2).startswith(cause)
 
 
 @pytest.mark.parametrize("case", ["early", "late"])

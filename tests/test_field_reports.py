@@ -132,6 +132,9 @@ def test_f026_nested_containers_in_and_out(pins: dict[str, Any]) -> None:
     found, expected = model(batch), plain(batch)
     assert same({**found, "loss": found["loss"].detach()}, {**expected, "loss": expected["loss"].detach()})
     assert_parity(plain, (batch,), steps=1, **pins)
+    if "dp" in pins["mesh"]:  # where outputs stay with the rank that makes them, each has made its half
+        shapes = LocalWorld(2).run(lambda rank: parallel(plain, **pins)(batch)["logits"].shape)
+        assert shapes == [(3, 3), (3, 3)]
 
 
 class Passing(nn.Module):

@@ -30,6 +30,7 @@ _SETTLE = 3.0  # seconds that a broken connection waits for its root cause to ar
 _LINGER = 3.0  # seconds that the store's host stays for the others to read the cause of a failure there
 _FAREWELL = 10.0  # seconds that it stays, having done its part, for the others to notice that it leaves
 _LAST = 8.0  # seconds from a failure to the end of the process, whatever hangs
+_HOST_LOST = "rank 0 was lost (it hosted the store)"
 _GOODBYE = b"."
 _FAILURE, _DONE = "autopart/failure", "autopart/done"  # keys in the store
 _ADDRESS, _LEFT = "autopart/address", "autopart/left"  # each followed by a rank
@@ -117,11 +118,14 @@ class Watch:
         return str(self._store.get(key), "utf-8") if self._store.check([key]) else None
 
     def _lost(self, peer: int) -> str:
-        """Why a peer's process ended without a goodbye: the root cause if it or another rank left one."""
+        """Why a peer's process ended without a goodbye: the root cause if it or another rank left one.
+
+        Where the store is gone as well, its host was lost first, as it stays for the others when anything else fails.
+        """
         lost = f"rank {peer} was lost (its process ended without a word)"
         if peer == 0 and self._hosted:
             self._store_left = True
-        return self._claim(lost) or lost
+        return self._claim(lost) or (lost if self._store_left or not self._hosted else _HOST_LOST)
 
     def _claim(self, cause: str) -> str | None:
         """The root cause after trying to be the first to name it; None if there is no store to ask."""
@@ -140,7 +144,7 @@ class Watch:
             return self._get(_FAILURE)
         except RuntimeError:
             self._store_left = True
-            return "rank 0 was lost (it hosted the store)" if self._hosted else "the rendezvous store is gone"
+            return _HOST_LOST if self._hosted else "the rendezvous store is gone"
 
     def _end(self, cause: str) -> NoReturn:
         """End this process with one line; what other threads do no longer matters."""
