@@ -47,7 +47,7 @@ def moves(
 
     `completed` are the units whose accumulated gradients are complete then, by segment.
     """
-    homes, limit = staged.state.homes, staged.state.bucket
+    homes, limit = staged.state.homes(), staged.state.bucket
     each_time = any(unit.gathered(degree) or unit.reduced_at_once(degree) for unit in staged.state.units)
     reads: list[list[Unit]] = []
     at_once: list[list[Unit]] = []

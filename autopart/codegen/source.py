@@ -36,7 +36,7 @@ def sources(places: Sequence[Staged], scheduled: Scheduled, plan: Plan) -> Itera
 def code(staged: Staged, scheduled: Scheduled, plan: Plan, column: int) -> str:
     """What follows the header in the source of the ranks at place `column` on pp."""
     degree, held = plan.mesh.degree("dp"), stages_of(scheduled.schedule.place, column)
-    homes = staged.state.homes
+    homes = staged.state.homes()
     layouts = {s: [layout(x, staged.segmented, homes, staged.kinds(s)) for x in staged.stages[s]] for s in held}
     text = bodies(item for s in held for item in layouts[s])
     local = plan.inputs == "local"

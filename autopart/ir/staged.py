@@ -157,7 +157,7 @@ class Staged:
         first of them, which the backward reaches last; one that the stages `unfinished` of the rank use too, after
         theirs.
         """
-        homes = self.state.homes
+        homes = self.state.homes()
         aside = {
             unit.name
             for other in unfinished

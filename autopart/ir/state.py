@@ -217,11 +217,11 @@ class State:
     units: tuple[Unit, ...]
     buffers: tuple[str, ...]
     bucket: int = BUCKET
-    homes: Mapping[str, Unit] = field(init=False, repr=False, compare=False)  # the unit of every parameter, by name
+    _homes: Mapping[str, Unit] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         homes = {parameter.target: unit for unit in self.units for parameter in unit.parameters}
-        object.__setattr__(self, "homes", homes)
+        object.__setattr__(self, "_homes", homes)
 
     def unit(self, name: str) -> Unit:
         """The unit of a name."""
@@ -241,6 +241,10 @@ class State:
     def on(self, column: int) -> tuple[Unit, ...]:
         """The units that pp rank `column` holds, in their order."""
         return tuple(unit for unit in self.units if column in unit.columns)
+
+    def homes(self) -> Mapping[str, Unit]:
+        """The unit of every parameter that some segment uses, by the parameter's name."""
+        return self._homes
 
 
 def used_units(targets: Iterable[str], homes: Mapping[str, Unit]) -> tuple[Unit, ...]:

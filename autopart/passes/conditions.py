@@ -225,7 +225,7 @@ def _tied(captured: Captured, rules: Rules) -> Iterator[Break]:
 def _held(staged: Staged, uses: Sequence[_Use]) -> Iterator[Break]:
     """Every parameter is in one unit, and every stage that uses it holds that, so that gradients of all uses meet."""
     units = Counter(p.target for unit in staged.state.units for p in unit.parameters)
-    homes = staged.state.homes
+    homes = staged.state.homes()
     for use in uses:
         condition = Condition.STATE_CONSISTENCY if use.gradient is None else Condition.GRADIENT_INTEGRITY
         at = f"{use.at}, on stage {use.stage}"

@@ -29,7 +29,7 @@ class Values:
 
     def __init__(self, staged: Staged) -> None:
         captured = staged.segmented.captured
-        self.staged, self.homes = staged, staged.state.homes
+        self.staged, self.homes = staged, staged.state.homes()
         self.sources = {(_kind(item.kind), item.target): item.value.name for item in captured.inputs}
         for edge in staged.edges:
             named = ((("edge", f"{edge.source} {edge.target} {i}"), v.name) for i, v in enumerate(edge.values))
