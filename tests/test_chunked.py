@@ -356,7 +356,7 @@ def peak(**pins: Any) -> tuple[int, StageMemory]:
 
 
 def test_peak_memory_falls_as_predicted() -> None:
-    """Logits, over which their log-softmax is written, and its gradient; in chunks there is an eighth of them at a time."""
+    """Logits, under their log-softmax, and its gradient; in chunks there is an eighth of them at a time."""
     plain, predicted = peak()
     less, fewer = peak(chunks={"head": 8})
     logits = 2 * 64 * 512 * 8
