@@ -1,8 +1,10 @@
 """Stateless random numbers: every element is a hash of (seed, call, operation, its index in the unsplit tensor).
 
 Three operators draw a piece of a tensor: ``autopart::uniform`` in (0, 1), ``autopart::normal`` and
-``autopart::bernoulli`` (bool). Their `draw` says which numbers and which piece (`Draws.of`); `dim` is the dim that
-holds the samples, None if all microbatches draw the same. A traced draw has None for both until it is named.
+``autopart::bernoulli`` (bool). Their `draw` says which numbers, and of which samples (`Draws.of`); `dim` is the dim
+that holds the samples, None if all microbatches draw the same. A traced draw has None for both until it is named.
+`part` says how the rest is cut, four numbers a cut, the first one first: ``dim, start, length, whole``, of a dim of so
+many runs of `whole` elements, of each of which `length` are drawn, from `start` on. Only what is drawn is computed.
 
 The hash is a keyed permutation of 32 bits: the three rounds of Chris Wellons' triple32 (public domain, from
 github.com/skeeto/hash-prospector), with a word of the key added before each. Two draws are two permutations, not two
@@ -15,7 +17,7 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -27,6 +29,8 @@ BITS = {torch.float64: 52, torch.float32: 23, torch.float16: 10, torch.bfloat16:
 
 SPREAD = 0x9E3779B1
 """By which the high half of an index is multiplied: odd, with its bits spread."""
+
+Number = TypeVar("Number", int, torch.Tensor)
 
 ON_CPU, ELSEWHERE = 1 << 16, 1 << 24
 """Elements hashed at a time: what stays in a core's cache, and what keeps an accelerator busy."""
@@ -53,95 +57,165 @@ def following(last: Draws | None, seed: int) -> Draws:
 
 
 def uniform(
-    draw: torch.Tensor, size: Sequence[int], dim: int | None = None, *, dtype: torch.dtype, device: torch.device
-) -> torch.Tensor:
+    draw: torch.Tensor, size: Sequence[int], dim: int | None = None, part: Sequence[int] = (),
+    *, dtype: torch.dtype, device: torch.device,
+) -> torch.Tensor:  # fmt: skip
     """Uniform numbers strictly between 0 and 1: ``(n + 1/2) / 2**BITS[dtype]`` for a random n."""
     bits = BITS[dtype]
     out = torch.empty(tuple(size), dtype=dtype, device=device)
-    for part, words in _hashed(draw, out, dim, 2 if bits > 32 else 1):
+    for view, words in _hashed(draw, out, dim, part, 2 if bits > 32 else 1):
         if bits > 32:
             high, low = (word.to(torch.int64).bitwise_and_(0xFFFFFFFF) for word in words)
             n = high.bitwise_left_shift_(bits - 32).bitwise_or_(low.bitwise_right_shift_(64 - bits))
         else:
             n = words[0].bitwise_right_shift_(32 - bits).bitwise_and_((1 << bits) - 1)
         wide = n.to(torch.promote_types(dtype, torch.float32))
-        part.copy_(wide.add_(0.5).mul_(2.0**-bits))
+        view.copy_(wide.add_(0.5).mul_(2.0**-bits))
     return out
 
 
 def normal(
-    draw: torch.Tensor, size: Sequence[int], dim: int | None = None, *, dtype: torch.dtype, device: torch.device
-) -> torch.Tensor:
+    draw: torch.Tensor, size: Sequence[int], dim: int | None = None, part: Sequence[int] = (),
+    *, dtype: torch.dtype, device: torch.device,
+) -> torch.Tensor:  # fmt: skip
     """Standard normal numbers, by the inverse of their distribution at a uniform float64 number."""
-    flat = uniform(draw, size, dim, dtype=torch.float64, device=device)
+    flat = uniform(draw, size, dim, part, dtype=torch.float64, device=device)
     return flat.mul_(2).sub_(1).erfinv_().mul_(2**0.5).to(dtype)
 
 
 def bernoulli(
-    draw: torch.Tensor, p: float, size: Sequence[int], dim: int | None = None, *, device: torch.device
-) -> torch.Tensor:
+    draw: torch.Tensor, p: float, size: Sequence[int], dim: int | None = None, part: Sequence[int] = (),
+    *, device: torch.device,
+) -> torch.Tensor:  # fmt: skip
     """True with probability `p`, in steps of 2**-32."""
     out = torch.empty(tuple(size), dtype=torch.bool, device=device)
     below = round(p * 2**32) - 2**31
     if not -(2**31) < below < 2**31:
         return out.fill_(p > 0.5)
-    for part, words in _hashed(draw, out, dim, 1):
-        torch.lt(words[0], below, out=part)
+    for view, words in _hashed(draw, out, dim, part, 1):
+        torch.lt(words[0], below, out=view)
     return out
 
 
-def _hashed(
-    draw: torch.Tensor, out: torch.Tensor, dim: int | None, count: int
-) -> Iterator[tuple[torch.Tensor, tuple[torch.Tensor, ...]]]:
-    """Views that make up `out`, each with `count` int32 random words an element.
+@dataclass(frozen=True, slots=True)
+class _Loop:
+    """A dim of the piece: `size` elements, which are `stride` apart in the whole tensor but for `cuts`.
 
-    The piece is `outer` runs of consecutive elements of the whole tensor, the first of them at `start`.
+    A cut is ``start, length, whole``; the first was made first.
     """
-    if out.is_meta:  # shapes alone
+
+    size: int
+    stride: int
+    cuts: tuple[tuple[int, int, int], ...]
+
+    def places(self, index: Number) -> Number:
+        """How far elements of these numbers are from the first of the whole tensor; a tensor of them is not kept."""
+        size = self.size
+        for start, length, whole in reversed(self.cuts):
+            if size > length:
+                index = index // length * whole + index % length
+                size = size // length * whole
+            else:
+                size = whole
+            if start:
+                index += start
+        return index if self.stride == 1 else index * self.stride
+
+
+def _loops(size: Sequence[int], cuts: Sequence[tuple[int, int, int, int]]) -> tuple[_Loop, ...]:
+    """A piece as few loops, outer to inner: a dim that is whole is one with the dim before it."""
+    found: list[_Loop] = []
+    stride = inner = 1
+    for dim in reversed(range(len(size))):
+        own = [(start * inner, length * inner, whole * inner) for at, start, length, whole in cuts if at == dim]
+        here = whole_size = size[dim] * inner
+        for _, length, whole in reversed(own):
+            whole_size = whole_size // length * whole
+        if own:
+            found.append(_Loop(here, stride, tuple(own)))
+            stride, inner = stride * whole_size, 1
+        else:
+            inner = here
+    return tuple(reversed(found if inner == 1 else [*found, _Loop(inner, stride, ())]))
+
+
+def _hashed(
+    draw: torch.Tensor, out: torch.Tensor, dim: int | None, part: Sequence[int], count: int
+) -> Iterator[tuple[torch.Tensor, tuple[torch.Tensor, ...]]]:
+    """Views that make up `out`, each with `count` int32 random words an element."""
+    if out.is_meta or not out.numel():  # shapes alone
         return
     *key, first, samples, whole = draw.tolist()
-    shape = out.shape
-    outer, run, start, stride = 1, out.numel(), 0, 0
-    if dim is not None and run:
-        outer, sample = prod(shape[:dim]), shape[dim] // samples * prod(shape[dim + 1 :])
-        run, start, stride = samples * sample, first * sample, whole * sample
-    runs = out.view(outer, run)
+    cuts = [(part[i], part[i + 1], part[i + 2], part[i + 3]) for i in range(0, len(part), 4)]
+    if dim is not None:
+        rows = out.shape[dim]
+        for at, _, length, run in reversed(cuts):
+            rows = rows // length * run if at == dim else rows
+        each = rows // samples
+        cuts = [(dim, first * each, rows, whole * each), *cuts]
     limit = ON_CPU if out.device.type == "cpu" else ELSEWHERE
-    columns, rows = min(run, limit), max(1, limit // max(run, 1))
-    for row in range(0, outer, rows):
-        for column in range(0, run, limit):
-            part = runs[row : row + rows, column : column + columns]
-            at = start + row * stride + column
-            yield part, tuple(_words(part, at, stride, (*key[i:], *key[:i])) for i in range(count))
+    for view, block in _blocks(out, _loops(out.shape, cuts), limit):
+        yield view, tuple(block.words((*key[i:], *key[:i])) for i in range(count))
 
 
-def _words(part: torch.Tensor, first: int, stride: int, key: Sequence[int]) -> torch.Tensor:
-    """The hashes of rows of consecutive indices, each row `stride` after the one before."""
-    rows, columns = part.shape
-    column = torch.arange(columns, dtype=torch.int32, device=part.device)
-    if rows == 1:
-        x = column.add_(_int32(first + key[0])).view(1, columns)
-    else:
-        x = column + _int32s(_starts(part, first, stride) + key[0])
-    spare = torch.empty_like(x)
-    for (shift, factor), add in zip(ROUNDS, (_with_high(part, first, stride, key[1]), _int32(key[2]), 0), strict=True):
-        _fold(x, spare, shift).mul_(_int32(factor)).add_(add)
-    return _fold(x, spare, 14)
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """A matrix of elements: the place of each in the whole tensor is that of its row and of its column together.
+
+    `down` is int64 [rows, 1], `across` int64 [columns]; `first` and `last` are the places of the first and the last
+    element, between which all others are.
+    """
+
+    down: torch.Tensor
+    across: torch.Tensor
+    first: int
+    last: int
+
+    def words(self, key: Sequence[int]) -> torch.Tensor:
+        """The hashes of the elements: int32 [rows, columns]."""
+        x = _int32s(self.down + key[0]) + _int32s(self.across)
+        spare = torch.empty_like(x)
+        for (shift, factor), add in zip(ROUNDS, (self._with_high(key[1]), _int32(key[2]), 0), strict=True):
+            _fold(x, spare, shift).mul_(_int32(factor)).add_(add)
+        return _fold(x, spare, 14)
+
+    def _with_high(self, word: int) -> torch.Tensor | int:
+        """A word of the key with the high half of each place mixed in, which is 0 for most tensors."""
+        low, high = self.first >> 32, self.last >> 32
+        if low == high:
+            return _int32(word + high * SPREAD)
+        return _int32s((self.down + self.across).bitwise_right_shift_(32).mul_(SPREAD).add_(word))
 
 
-def _with_high(part: torch.Tensor, first: int, stride: int, word: int) -> torch.Tensor | int:
-    """A word of the key with the high half of each index mixed in, which is 0 for most tensors."""
-    rows, columns = part.shape
-    low, high = first >> 32, (first + (rows - 1) * stride + columns - 1) >> 32
-    if low == high:
-        return _int32(word + high * SPREAD)
-    index = _starts(part, first, stride) + torch.arange(columns, device=part.device)
-    return _int32s(index.bitwise_right_shift_(32).mul_(SPREAD).add_(word))
+def _blocks(out: torch.Tensor, loops: Sequence[_Loop], limit: int) -> Iterator[tuple[torch.Tensor, _Block]]:
+    """Views of at most `limit` elements that make up `out`, with where these are."""
+    inner = len(loops)
+    while inner and prod(loop.size for loop in loops[inner - 1 :]) <= limit:
+        inner -= 1
+    inner = min(inner, max(len(loops) - 1, 0))
+    rows, columns = loops[:inner], loops[inner:]
+    height, width = (prod(loop.size for loop in part) for part in (rows, columns))
+    matrix, wide = out.view(height, width), min(width, limit)
+    high = max(1, limit // wide)
+    for left in range(0, width, wide):
+        right = min(left + wide, width)
+        across = _places(columns, torch.arange(left, right, device=out.device))
+        for top in range(0, height, high):
+            bottom = min(top + high, height)
+            down = _places(rows, torch.arange(top, bottom, device=out.device)).view(-1, 1)
+            first = _places(rows, top) + _places(columns, left)
+            last = _places(rows, bottom - 1) + _places(columns, right - 1)
+            yield matrix[top:bottom, left:right], _Block(down, across, first, last)
 
 
-def _starts(part: torch.Tensor, first: int, stride: int) -> torch.Tensor:
-    """The index of the first element of each row: int64 [rows, 1]."""
-    return torch.arange(part.shape[0], device=part.device).mul_(stride).add_(first).view(-1, 1)
+def _places(loops: Sequence[_Loop], number: Number) -> Number:
+    """Where the elements of these numbers are in the whole tensor, as far as these loops go; they ascend."""
+    if not loops:
+        return number  # 0, the only one
+    *outer, loop = loops
+    if not outer:
+        return loop.places(number)
+    return _places(outer, number // loop.size) + loop.places(number % loop.size)
 
 
 def _fold(x: torch.Tensor, spare: torch.Tensor, shift: int) -> torch.Tensor:
@@ -156,23 +230,25 @@ def _int32(number: int) -> int:
 
 
 def _int32s(numbers: torch.Tensor) -> torch.Tensor:
-    return numbers.add_(2**31).bitwise_and_(0xFFFFFFFF).sub_(2**31).to(torch.int32)
+    return numbers.to(torch.int32)  # which keeps the low 32 bits
 
 
 def _register() -> Any:
     """Make the operators known to torch, on real tensors and on those that have shapes only."""
     library: Any = torch.library.Library("autopart", "DEF")  # type: ignore[no-untyped-call]
-    piece = "SymInt[] size, int? dim=None, *"
+    piece = "SymInt[] size, int? dim=None, SymInt[] part=[], *"
     schemas = {
         uniform: f"uniform(Tensor? draw, {piece}, ScalarType dtype, Device device) -> Tensor",
         normal: f"normal(Tensor? draw, {piece}, ScalarType dtype, Device device) -> Tensor",
         bernoulli: f"bernoulli(Tensor? draw, float p, {piece}, Device device) -> Tensor",
     }
 
-    def shaped(_: Any, size: Any, dim: Any = None, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def shaped(
+        _: Any, size: Any, dim: Any = None, part: Any = (), *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
         return torch.empty(tuple(size), dtype=dtype, device=device)
 
-    def flags(_: Any, p: float, size: Any, dim: Any = None, *, device: torch.device) -> torch.Tensor:
+    def flags(_: Any, p: float, size: Any, dim: Any = None, part: Any = (), *, device: torch.device) -> torch.Tensor:
         return torch.empty(tuple(size), dtype=torch.bool, device=device)
 
     for function, schema in schemas.items():

@@ -98,6 +98,7 @@ CASES: Mapping[str, dict[str, Any]] = {
     "again": {"length": 24, "causal": True, "again": True},
     "heads": {"length": 24, "heads": 4, "shared": 4, "causal": True},
     "linear": {"length": 192, "linear": True},
+    "linear, half as long": {"length": 96, "linear": True},
 }
 """What each model is; of one head where nothing is said."""
 

@@ -170,6 +170,20 @@ def test_linear_attention_adds_up_states() -> None:
     assert_parity(*made("linear")[:2], plan=whole, capture="direct", steps=1)
 
 
+def test_what_linear_attention_exchanges_does_not_grow_with_the_sequence() -> None:
+    """States of [heads, width, width] and sums of [heads, width]; the gradients of weights besides."""
+
+    def sent(name: str) -> list[list[tuple[str, tuple[int, ...]]]]:
+        step = program(name, axes(cp=3)).staged.segmented
+        bodies = [step.bodies[s.body] for s in step.segments if s.name.startswith("layers")]
+        functions = [f for body in bodies for f in (body.forward, body.backward) if f is not None]
+        return [[(each.kind, each.shape) for each in exchanges(function, SAMPLES)] for function in functions]
+
+    found = sent("linear")
+    assert found == sent("linear, half as long")
+    assert found[0] == [("all_reduce", (2 * SAMPLES, 6, 6)), ("all_reduce", (SAMPLES, 2, 1, 6))]
+
+
 def test_a_place_keeps_what_is_predicted() -> None:
     """A piece of flattened targets, which is part of each sequence, is no view of the caller's."""
     (model, args, segmented), whole = made("linear"), program("linear", axes(cp=3))

@@ -128,7 +128,9 @@ def choosing(segmented: Segmented, batch: int, pins: Pins, inputs: str = "global
     def chosen(pins: Pins) -> Plan:
         kept: Pins = {**pins, "placement": tensor.without_tensors(pins.get("placement"))}
         plan = _chosen(segmented, batch, kept, found, degrees)
-        return plan if plan.tensor is None else replace(plan, notes=(*plan.notes, *unruled(segmented)))
+        if plan.tensor is None:
+            return plan
+        return replace(plan, notes=(*plan.notes, *unruled(segmented), *tensor.unproven(segmented, plan.tensor)))
 
     return chosen
 

@@ -17,6 +17,8 @@ PROLOGUE = "prologue"
 
 _WORD = re.compile(r"\w+")
 
+_DRAW = re.compile(r"\bautopart\.(uniform|normal|bernoulli)\b")
+
 
 def _body_nodes(tree: ast.Module) -> Iterator[ast.FunctionDef]:
     """The functions that compute: those that take ``b`` and ``B``, maybe after the world, and the prologue."""
@@ -37,6 +39,13 @@ def _operands(body: ast.FunctionDef) -> Iterator[tuple[int, str]]:
         match node:
             case ast.Call(func=ast.Attribute(value=ast.Name(id="world")), args=[ast.Name(id=name), *_]):
                 yield node.lineno - body.lineno, name
+
+
+def draws(body: ast.AST) -> tuple[tuple[int, str], ...]:
+    """The statements that draw random numbers, each with its line in the source, written as Python writes them."""
+    made = [node for node in ast.walk(body) if isinstance(node, ast.stmt) and not hasattr(node, "body")]
+    found = ((node.lineno, ast.unparse(node)) for node in made)
+    return tuple(sorted((line, text) for line, text in found if _DRAW.search(text)))
 
 
 def _unread(body: ast.FunctionDef) -> tuple[tuple[int, str], ...]:
@@ -106,7 +115,8 @@ class Body:
     One that `communicates` takes the world before all else; `operands` are the names of what its collectives on values
     are given, by line of the body. `loops` are the first and last lines of those over chunks, by line of the body.
     `unread` has the names of values that it makes for nothing, by line of the source, if it has either. `statements`
-    are its simple ones, `last_reads` where each name is read last; both count lines from the body's first.
+    are its simple ones, `last_reads` where each name is read last; both count lines from the body's first. `draws` are
+    its statements that draw random numbers, by line of the source.
     """
 
     text: str
@@ -117,6 +127,7 @@ class Body:
     loops: tuple[tuple[int, int], ...] = ()
     statements: tuple[Statement, ...] = ()
     last_reads: Mapping[str, int] = field(default_factory=dict)
+    draws: tuple[tuple[int, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +151,7 @@ def parse(source: str, name: str) -> Parsed:
         # Every body has B among its formals; the prologue begins with it.
         reads_whole = node.name == PROLOGUE or not alone or words.count("B") > 1
         loops = tuple((each.lineno - node.lineno, _last(each) - node.lineno) for each in _loops(node))
+        drawn = draws(node) if _DRAW.search(text) else ()
         bodies[node.name] = Body(
             text if alone else source,
             reads_whole,
@@ -149,6 +161,7 @@ def parse(source: str, name: str) -> Parsed:
             loops,
             tuple(_statements(node)),
             _last_reads(node),
+            drawn,
         )
     return Parsed(compile(tree, name, "exec"), bodies)
 

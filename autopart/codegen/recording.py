@@ -29,7 +29,7 @@ class Recording:
     `calls` has every call of a body, in order; a result says which of them it comes from (`Spec.call`). `kept` has the
     line of everything put in a store and not taken out again, and of every list taken out and not emptied; `stored`
     counts what was put in. `unread` has what bodies that exchange values or have loops make and never read: line and
-    name, by body.
+    name, by body; `draws` the statements of bodies that draw random numbers, with their lines.
     """
 
     names: Mapping[str, Any]
@@ -41,6 +41,7 @@ class Recording:
     yielded: Any = None
     early: int = 0
     unread: Mapping[str, tuple[tuple[int, str], ...]] = field(default_factory=dict)
+    draws: Mapping[str, tuple[tuple[int, str], ...]] = field(default_factory=dict)
 
     @property
     def handed_out(self) -> tuple[Any, ...]:
@@ -77,8 +78,9 @@ def record(source: str, name: str, world: RecordingWorld, batch: RecordingBatch,
     left += [line for line, values in world.lists if values]
     stored = sum(len(store.lines) for store in world.stores)
     unread = {function: body.unread for function, body in parsed.bodies.items()}
+    draws = {function: body.draws for function, body in parsed.bodies.items()}
     events, calls = tuple(world.events), tuple(world.calls)
-    return Recording(names, events, calls, result, tuple(left), stored, yielded, early, unread)
+    return Recording(names, events, calls, result, tuple(left), stored, yielded, early, unread, draws)
 
 
 def _through(names: Mapping[str, Any], world: RecordingWorld, batches: RecordingBatches) -> tuple[Any, ...]:

@@ -63,10 +63,14 @@ class BodyChoice:
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """What a body is predicted to take for a microbatch, forward and backward, in seconds: as chosen, and otherwise."""
+    """What a body is predicted to take for a microbatch, forward and backward, in seconds: as chosen, and otherwise.
+
+    `exact`: what is chosen is the best of all that may be split, not only the best of what was looked at.
+    """
 
     chosen: float
     others: tuple[tuple[str, float], ...]
+    exact: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,10 +3,10 @@
 before: y = x @ w    x: Replicate, w: Shard(1), y read whole    after: y = x @ w                     w: [k, n/2]
                                                                        y_all = all_gather(y, "tp", 1, 1, (n/2, n/2))
 
-Each node runs under its strategy: on local operands, with the sizes among its arguments cut down. A value that is read
-in another placement than it is given in is moved once, before its first reader; later readers share it. What every
-place can do alone (taking its piece of a whole value, or leaving a whole value to the first place for a sum) is written
-in aten operators.
+Each node runs under its strategy: on local operands, with the sizes among its arguments cut down; a draw of random
+numbers is told which part of the whole it makes. A value that is read in another placement than it is given in is moved
+once, before its first reader; later readers share it. What every place can do alone (taking its piece of a whole value,
+or leaving a whole value to the first place for a sum) is written in aten operators.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from autopart.ir.names import fresh
 from autopart.ir.placed import Move, PlacedBody, PlacedFunction, Strategy, collective_of
 from autopart.ir.placement import Shard, TensorPlacement
 from autopart.ir.segmented import Body, Function, defined
+from autopart.rules.drawn import is_draw, located
 from autopart.rules.factor import plus, slots, with_argument
 from autopart.rules.split import lengths, local_shape, local_size, product
 from autopart.rules.strategies import Ruled
@@ -130,6 +131,10 @@ class _Local:
                 made = with_argument(made, path, Ref(refs[slot].name))
             elif slot in sizes:
                 made = with_argument(made, path, sizes[slot])
+        (whole, *_), (how, *_) = ruled.node.outs, strategy.gives
+        if is_draw(made) and whole is not None and isinstance(how, Shard):
+            dim, _, parts = self._split(whole, how)
+            made = located(made, dim, plus(parts[: self.place]), parts[self.place], plus(parts))
         self.nodes.append(replace(made, outs=tuple(outs)))
 
     def _sizes(self, ruled: Ruled, strategy: Strategy) -> dict[str, Dim]:

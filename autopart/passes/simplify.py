@@ -1,21 +1,24 @@
 """simplify: nodes -> nodes. Peepholes that make the graph what a person would have written; values stay bit for bit.
 
 before: t = aten.t(w); t_1 = aten.t(t); y = aten.mm(x, t_1)      after: y = aten.mm(x, w)
+before: g = aten.flip(aten.cumsum(aten.flip(x, [1]), 1), [1])                after: g = autopart.cumsum_from_end(x, 1)
 before: k = aten.cat([empty, k_new], -2)   (a new key/value cache)  after: k is k_new, or a contiguous copy of it
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import replace
 
 import torch
 
 from autopart.ir.graph import Node, Ref, Value
+from autopart.scans import FROM_END
 
 CAT = "aten.cat.default"
 TRANSPOSE = "aten.t.default"
+CUMSUM, FLIP = "aten.cumsum.default", "aten.flip.default"
 
 
 def simplify(nodes: Iterable[Node], inputs: Iterable[Value]) -> tuple[tuple[Node, ...], dict[str, str]]:
@@ -24,7 +27,7 @@ def simplify(nodes: Iterable[Node], inputs: Iterable[Value]) -> tuple[tuple[Node
     transposed: dict[str, Node] = {}
     alias: dict[str, str] = {}
 
-    nodes = tuple(nodes)
+    nodes = _with_sums_from_the_end(tuple(nodes))
     joined = {name for node in nodes if node.opname == CAT for name in node.names()}
     readers: defaultdict[str, set[str]] = defaultdict(set)
     for node in nodes if joined else ():
@@ -47,6 +50,40 @@ def simplify(nodes: Iterable[Node], inputs: Iterable[Value]) -> tuple[tuple[Node
         if node.opname == TRANSPOSE:
             transposed.update(dict.fromkeys(node.names(), node))
     return tuple(kept), alias
+
+
+def _with_sums_from_the_end(nodes: tuple[Node, ...]) -> tuple[Node, ...]:
+    """The nodes with every ``flip(cumsum(flip(x)))`` along one dim as the one operator that it is."""
+    if not any(node.opname == CUMSUM for node in nodes):
+        return nodes
+    made = {name: node for node in nodes for name in node.names()}
+    readers = Counter(name for node in nodes for name in node.refs())
+
+    def source(node: Node) -> Node | None:
+        """The first flip, where a node is the last."""
+        chain = [node]
+        for opname in (CUMSUM, FLIP):
+            before = made.get(chain[-1].args[0].name)
+            if before is None or before.opname != opname or readers[before.names()[0]] != 1:
+                return None
+            chain.append(before)
+        last, summed, first = chain
+        if last.args[1] != first.args[1] or len(first.args[1]) != 1:
+            return None
+        (out,), (value,) = first.outs, summed.outs
+        ndim = len(out.shape) if out is not None else 0
+        alike = out is not None and value is not None and out.dtype == value.dtype
+        return first if alike and (summed.args[1] - first.args[1][0]) % max(ndim, 1) == 0 else None
+
+    found = {node.names(): source(node) for node in nodes if node.opname == FLIP and node.names()}
+    kept = []
+    for node in nodes:
+        first = found.get(node.names())
+        if first is not None:
+            (dim,) = first.args[1]
+            node = replace(node, op=FROM_END, args=(first.args[0], dim), kwargs=())
+        kept.append(node)
+    return tuple(kept)
 
 
 def _any_layout(opname: str) -> bool:

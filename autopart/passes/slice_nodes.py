@@ -16,8 +16,8 @@ import torch
 from autopart.ir.graph import Arg, Dim, Node, Ref, Value
 from autopart.ir.names import fresh
 from autopart.ir.segmented import Segmented
-from autopart.passes.dependence import is_random
 from autopart.passes.tokens import Dependence, How, Loop, Tokens, Treatment, loop_of, rest_of, tokens_of
+from autopart.rules.drawn import is_draw, located
 from autopart.rules.factor import ArgPath, Rule, slots, with_arguments
 from autopart.rules.split import product
 from autopart.rules.table import rule
@@ -113,7 +113,15 @@ class Slices:
             out and replace(self.shaped(out, tokens_of(loops or (), rule.factors, loop)), name=names[out.name])
             for out, loops in zip(node.outs, rule.results, strict=True)
         ]
-        self.add(with_arguments(replace(made, outs=tuple(outs)), new), self.home(node))
+        made = with_arguments(replace(made, outs=tuple(outs)), new)
+        self.add(self._located(made, rule, loop) if is_draw(made) else made, self.home(node))
+
+    def _located(self, draw: Node, rule: Rule, loop: Loop) -> Node:
+        """A draw of this slice's tokens that is told where these are."""
+        tokens, (start, end) = tokens_of(rule.results[0] or (), rule.factors, loop), self.span(loop)
+        assert tokens is not None  # all that a draw has is its result
+        width = rest_of(rule.factors[loop.factor].size, loop)
+        return located(draw, tokens.dim, *(product((count, width)) for count in (start, end - start, loop.length)))
 
     def _once(self, node: Node, once: frozenset[str]) -> Node:
         """The node with zero for what is added to a sum over the tokens, but in the first slice."""
@@ -188,7 +196,7 @@ class Slices:
     def _loop(self, node: Node, tokens: Tokens) -> Loop | None:
         """The loop over the tokens of a whole value in the node that makes it alone, if that can run over some."""
         rule = self._rule(node)
-        if rule is None or len(node.names()) > 1 or is_random(node):  # a draw knows the places of samples alone
+        if rule is None or len(node.names()) > 1:
             return None
         dims = next(dims for out, dims in zip(node.outs, rule.results, strict=True) if out is not None)
         loop = loop_of(dims or (), rule.factors, tokens)

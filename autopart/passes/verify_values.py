@@ -7,11 +7,13 @@ name.
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 
 from autopart.codegen.exchange import Exchange, exchanges
-from autopart.codegen.parsed import PROLOGUE
+from autopart.codegen.functions import statement
+from autopart.codegen.parsed import PROLOGUE, draws
 from autopart.codegen.recording_world import Call, Event
 from autopart.codegen.shapes import Spec
 from autopart.ir.action import Action, Kind
@@ -19,6 +21,7 @@ from autopart.ir.segmented import Phase, Segment
 from autopart.ir.staged import Staged
 from autopart.ir.state import Unit, used_units
 from autopart.passes.verify_texts import Text, fault
+from autopart.rules.drawn import is_draw
 
 Paths = Mapping[tuple[int, ...], str]
 """The names of what a function returns, by the place in its result."""
@@ -43,6 +46,7 @@ class Values:
         self._known: dict[tuple[str, Kind], tuple[tuple[str, ...], Paths]] = {}
         self._exchanges: dict[tuple[int, Kind, int], tuple[Exchange, ...]] = {}
         self._unread: dict[tuple[int, Kind], frozenset[str]] = {}
+        self._draws: dict[tuple[int, Kind], tuple[str, ...]] = {}
 
     def layers(self, action: Action) -> list[Segment]:
         """The segments whose functions an action calls, in order."""
@@ -75,6 +79,16 @@ class Values:
             read = {name for node in nodes for name in node.refs()} | {*phase.function.outputs, *(phase.keeps or ())}
             self._unread[key] = frozenset(name for node in nodes for name in node.names() if name not in read)
         return self._unread[key]
+
+    def draws(self, segment: Segment, kind: Kind) -> tuple[str, ...]:
+        """The statements by which a layer's function draws random numbers, each its own elements."""
+        key = segment.body, kind
+        if key not in self._draws:
+            phase = self.staged.segmented.phase(segment, kind)
+            assert phase is not None, "a layer that is called"
+            lines = [line for node in phase.function.nodes if is_draw(node) for line in statement(node)]
+            self._draws[key] = tuple(text for _, text in draws(ast.parse("\n".join(lines))))
+        return self._draws[key]
 
     def _phase(self, segment: Segment, phase: Phase | None) -> tuple[tuple[str, ...], Paths]:
         assert phase is not None, "a layer that is called"
@@ -158,6 +172,7 @@ class _Names:
             self._check(text, call, segment.name, takes)
             _check_exchanges(text, call, known.exchanges(segment, action.kind, text.samples[action.microbatch]))
             _check_read(text, call, known.unread(segment, action.kind))
+            _check_draws(text, call, known.draws(segment, action.kind))
 
     def _check(self, text: Text, call: Call, layer: str, takes: Iterable[str]) -> None:
         for found, wanted in zip_longest(map(self.of, call.given), takes):
@@ -184,6 +199,17 @@ def _check_read(text: Text, call: Call, unread: frozenset[str]) -> None:
             where = f"{text.during(call.within)}, {call.function} ({text.where(line)})"
             remedy = "use what is exchanged, what is made of it, and what a chunk adds"
             raise fault("values", where, f"{name} is never read", remedy)
+
+
+def _check_draws(text: Text, call: Call, wanted: Sequence[str]) -> None:
+    """A layer draws the elements that its graph draws: of the same numbers, in the same part of the whole."""
+    made = text.recording.draws.get(call.function, ())
+    for drawn, needed in zip_longest(made, wanted):
+        line, found = drawn or (call.line, "nothing more")
+        if found != needed:
+            where = f"{text.during(call.within)}, {call.function} ({text.where(line)})"
+            problem = f"it draws {found} where {needed or 'nothing more'} is due"
+            raise fault("values", where, problem, "draw the elements of this place, as the graph does")
 
 
 def _check_event(text: Text, event: Event, known: Values, names: _Names) -> None:

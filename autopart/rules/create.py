@@ -19,16 +19,6 @@ def _filled(call: Call) -> Rule:
     return draft.rule(call, operands, [dims], sizes=sizes, shape_only=tuple(operands), linear=["fill_value"])
 
 
-def _drawn(call: Call) -> Rule:
-    """A draw knows where it is in the whole tensor along the dim that holds the samples, and along no other."""
-    size, dim = tuple(call.args["size"]), call.args["dim"]
-    draft = Draft()
-    dims = draft.dims(size, blocked=[i for i in range(len(size)) if i != dim])
-    operands = {operand.slot: draft.fixed(operand.value.shape) for operand in call.operands}
-    sizes = {f"size.{i}": factors for i, factors in enumerate(dims)}
-    return draft.rule(call, operands, [dims], sizes=sizes)
-
-
 def _strided(call: Call) -> Rule:
     """Row-major tensors without content, whose strides are products of the later sizes; others cannot be split."""
     size, stride = tuple(call.args["size"]), tuple(call.args["stride"])
@@ -63,5 +53,4 @@ RULES: Mapping[str, Family] = {
     **each("arange linspace eye randperm", _counted),
     **each("empty_strided new_empty_strided", _strided),
     "scalar_tensor": _scalar,
-    **each("autopart.uniform autopart.normal autopart.bernoulli", _drawn),
 }

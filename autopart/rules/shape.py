@@ -251,6 +251,7 @@ RULES: Mapping[str, Family] = {
     "flip": _blocking("dims", "self"),
     "roll": _blocking("dims", "self"),
     "cumsum": _blocking("dim", "self"),
+    "autopart.cumsum_from_end": _blocking("dim", "self"),
     "cumprod": _blocking("dim"),
     "logcumsumexp": _blocking("dim"),
     "sort": _blocking("dim"),

@@ -5,6 +5,7 @@ its place has, and zero elsewhere. So a vocabulary stays split from the embeddin
 
     log_softmax(x)         x - logsumexp(all_gather(logsumexp(x)))
     embedding(w, i)        rows of this place's part of w; zero for other rows. The places' results add up
+    cumsum(x)              cumsum(x) + the sum of all_gather(sum(x)) over the places before (from the end: after)
     nll_loss(x, t)         the loss of the targets of this place's classes, all others ignored. These add up, too
 
 The functions here write those nodes for one place; attention is in `ring`, a batch norm's samples in `batch_norm`.
@@ -13,6 +14,7 @@ The functions here write those nodes for one place; attention is in `ring`, a ba
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 
@@ -22,6 +24,7 @@ from autopart.rules.batch_norm import NORMS
 from autopart.rules.factor import Call, Rule, wrap
 from autopart.rules.ring import RINGS
 from autopart.rules.writer import Sent, Spread, Writer, anyhow, consecutive
+from autopart.scans import FROM_END
 
 aten = torch.ops.aten
 
@@ -31,7 +34,8 @@ SUM = 2
 
 def spread(call: Call, rule: Rule) -> Spread | None:
     """How an operator's blocked loop may be split, if it may."""
-    found = SPREADS.get(call.op.overloadpacket.__name__) if call.op.namespace == "aten" else None
+    name = call.op.overloadpacket.__name__
+    found = SPREADS.get(name if call.op.namespace == "aten" else f"{call.op.namespace}.{name}")
     return None if found is None else found(call, rule)
 
 
@@ -93,6 +97,34 @@ def _cast(w: Writer, value: Value) -> None:
     out = w.outs[0]
     assert out is not None  # dead calls are not placed
     w.last(aten._to_copy.default, value, dtype=out.dtype)
+
+
+def _running_sum(op: Any, *, from_end: bool) -> Callable[..., Spread | None]:
+    """A cumulative sum of each place's own elements, and the sums of the places before, or after."""
+
+    def found(call: Call, rule: Rule) -> Spread | None:
+        dim = _dim(call, "self")
+        factor = _loop(rule, "self", dim)
+        return None if factor is None else Spread(factor, write, consecutive, (Sent("all_gather", "self", dim),))
+
+    def write(w: Writer, call: Call) -> None:
+        x, out, dim = w.refs["self"], w.outs[0], _dim(call, "self")
+        assert out is not None  # dead calls are not placed
+
+        def like(count: int) -> Value:
+            return Value("", tuple(count if i == dim else n for i, n in enumerate(x.shape)), out.dtype)
+
+        if x.dtype != out.dtype:
+            x = w(aten._to_copy.default, x, like=Value("", x.shape, out.dtype), dtype=out.dtype)
+        total = w(aten.sum.dim_IntList, x, (dim,), True, like=like(1), name=w.unused("total"))
+        ones = (1,) * w.degree
+        totals = w(operator("all_gather"), total, w.axis, dim, 1, ones, like=like(w.degree), name=w.unused("totals"))
+        first, last = (w.place + 1, w.degree) if from_end else (0, w.place)
+        others = w(aten.slice.Tensor, totals, dim, first, last, like=like(last - first), name=w.unused("others"))
+        rest = w(aten.sum.dim_IntList, others, (dim,), True, like=like(1), name=w.unused("rest"))
+        w.last(aten.add.Tensor, w(op, x, dim, like=x, name=w.unused("own")), rest)
+
+    return found
 
 
 def _embedding(call: Call, rule: Rule) -> Spread | None:
@@ -181,6 +213,8 @@ SPREADS: Mapping[str, Callable[[Call, Rule], Spread | None]] = {
     "_log_softmax": _softmax_like(_log_softmax, "self"),
     "_softmax_backward_data": _softmax_like(_softmax_backward, "output"),
     "_log_softmax_backward_data": _softmax_like(_log_softmax_backward, "output"),
+    "cumsum": _running_sum(aten.cumsum.default, from_end=False),
+    "autopart.cumsum_from_end": _running_sum(FROM_END, from_end=True),
     "embedding": _embedding,
     "embedding_dense_backward": _embedding_backward,
     "nll_loss_forward": _nll(_nll_forward),

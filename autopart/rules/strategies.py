@@ -5,8 +5,7 @@
               that has it, Partial where it is added
     a sum     a linear set is Partial                    every result Partial
 
-Operators that need all of a loop at once may have it split all the same if `spread` knows how. A draw of random numbers
-runs whole: what it draws depends on where an element is in the whole tensor.
+Operators that need all of a loop at once may have it split all the same if `spread` knows how.
 """
 
 from __future__ import annotations
@@ -40,8 +39,7 @@ class Ruled:
     def of(cls, node: Node, values: Mapping[str, Value]) -> Ruled:
         """The node, with `values` giving the tensors that it reads."""
         call = bind(node, values)
-        drawn = node.op.namespace == "autopart" and torch.Tag.nondeterministic_seeded in node.op.tags
-        rule = None if drawn else rule_of(node, call)
+        rule = rule_of(node, call)
         return cls(node, call, rule, None if rule is None else spread(call, rule))
 
     def cuts(self, degree: int, turns: Collection[int] = ()) -> frozenset[Cut]:

@@ -104,7 +104,7 @@ class Writer:
 class Sent:
     """What places send each other: a collective on what is as large as an operand, maybe without one of its dims.
 
-    A shift is once round the ring: one less than there are places.
+    A shift is once round the ring: one less than there are places. To a gather each place brings that much.
     """
 
     kind: str

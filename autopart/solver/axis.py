@@ -150,4 +150,6 @@ class Axis:
         """The time of what an operator's places send each other."""
         value = values[next(o.value.name for o in ruled.call.operands if o.slot == sent.slot)]
         nbytes = value.nbytes(1) // (1 if sent.without is None else value.at(1)[sent.without])
+        if sent.kind == "all_gather":
+            nbytes *= self.degree
         return (self.degree - 1 if sent.kind == "shift" else 1) * self.collective(sent.kind, nbytes)

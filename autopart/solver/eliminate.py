@@ -79,7 +79,10 @@ def eliminate(tables: Sequence[Table], keep: Sequence[Variable] = (), largest: i
     Raises MemoryError, before it begins, where a table would pass `largest` entries.
     """
     sizes = {v: n for table in tables for v, n in zip(table.variables, table.costs.shape, strict=True)}
-    order, entries = elimination_order(tables, keep, sizes)
+    settled = {v for v, n in sizes.items() if n == 1}.difference(keep)
+    loose = [_without(table, settled) for table in tables]
+    order, entries = elimination_order(loose, keep, {v: n for v, n in sizes.items() if v not in settled})
+    entries = max(entries, prod(sizes[v] for v in keep))
     if entries > largest:
         raise MemoryError(f"a table of {entries} entries: this graph is too entangled to be solved exactly")
     left: dict[int, Table] = {}  # by number, in the order in which they were made
@@ -90,10 +93,11 @@ def eliminate(tables: Sequence[Table], keep: Sequence[Variable] = (), largest: i
         for variable in table.variables:
             having[variable].append(number)
 
-    for number, table in enumerate(tables):
+    for number, table in enumerate(loose):
         add(number, table)
-    parts: list[tuple[Variable, tuple[Table, ...]]] = []
-    for number, variable in enumerate(order, start=len(tables)):
+    nothing = torch.zeros(1, dtype=torch.float64)
+    parts: list[tuple[Variable, tuple[Table, ...]]] = [(v, (Table((v,), nothing),)) for v in settled]
+    for number, variable in enumerate(order, start=len(loose)):
         mine = tuple(left.pop(n) for n in having[variable] if n in left)
         whole = _join(mine, sizes)
         dim = whole.variables.index(variable)
@@ -103,19 +107,26 @@ def eliminate(tables: Sequence[Table], keep: Sequence[Variable] = (), largest: i
     return Eliminated(tuple(keep), _join([kept, *left.values()], sizes).costs, tuple(parts))
 
 
+def _without(table: Table, settled: Collection[Variable]) -> Table:
+    """A table without variables that have one value, which tie nothing together."""
+    kept = [(v, n) for v, n in zip(table.variables, table.costs.shape, strict=True) if v not in settled]
+    return Table(tuple(v for v, _ in kept), table.costs.reshape([n for _, n in kept]))
+
+
 def elimination_order(
     tables: Sequence[Table], keep: Collection[Variable], sizes: Mapping[Variable, int]
 ) -> tuple[list[Variable], int]:
     """An order that keeps tables small, and the entries of the largest: the variable that joins least anew is first.
 
     (The weighted minimum fill-in of Kjaerulff 1990: what two variables joined cost is the product of their log sizes.)
-    Where that makes a table of more than `EASY` entries, it is the best of some more: with what is joined counted for
-    each bit of the variable that goes, and that a little disturbed, each time in another way.
+    Where that makes a table of more than `EASY` entries, and not of so many that there is no hope, it is the best of
+    some more: with what is joined counted for each bit of the variable that goes, and that a little disturbed, each
+    time in another way.
     """
     around = _neighbours(tables)
     bits = {v: log2(n) + 1e-9 for v, n in sizes.items()}
     first = _order(around, keep, sizes, bits, dict.fromkeys(sizes, 1.0))
-    if first[1] <= EASY:
+    if not EASY < first[1] < HOPELESS:
         return first
     orders = [first, _order(around, keep, sizes, bits, bits)]
     for seed in range(DISTURBED):
@@ -125,8 +136,8 @@ def elimination_order(
     return min(orders, key=lambda found: found[1])
 
 
-EASY, DISTURBED = 1 << 22, 8
-"""The entries of a table for which no other order is looked for, and how many disturbed ones are."""
+EASY, HOPELESS, DISTURBED = 1 << 22, 1 << 48, 8
+"""Up to and from how many entries of a table no other order is looked for, and how many disturbed ones are."""
 
 
 def _order(

@@ -9,6 +9,7 @@ from autopart.ir.placement import TensorPlacement
 from autopart.ir.tensor_plan import Costs
 from autopart.solver.eliminate import Eliminated, picks
 from autopart.solver.layout import Layout, evaluate
+from autopart.solver.tensor import BodyLayout
 
 Choices = Mapping[str, Sequence[TensorPlacement]]
 """The placements among which each unit of a boundary chooses."""
@@ -17,16 +18,17 @@ WHOLE = "with nothing split"
 """What a body is called in which every place computes all."""
 
 
-def alternatives(layout: Layout, solved: Eliminated, given: Mapping[str, int], choices: Choices) -> Costs:
+def alternatives(made: BodyLayout, solved: Eliminated, given: Mapping[str, int], choices: Choices) -> Costs:
     """The costs of a body whose boundary is `given`, by variable, and of others: each the best of its kind.
 
     Shared parameters stay as they are; a value that cannot be placed so keeps its placement.
     """
+    layout = made.layout
     chosen = _time(layout, solved, given)
     assert chosen is not None  # the boundary is that of a solution
-    others = [(WHOLE, evaluate(layout, [0] * len(layout.units)))]
+    others = [(WHOLE, None if made.plain is None else evaluate(made.plain, [0] * len(made.plain.units)))]
     others += [(f"with {how} passing", _time(layout, solved, other)) for how, other in _boundaries(given, choices)]
-    return Costs(chosen / PICO, tuple((what, time / PICO) for what, time in others if time is not None))
+    return Costs(chosen / PICO, tuple((what, time / PICO) for what, time in others if time is not None), made.exact)
 
 
 def _boundaries(given: Mapping[str, int], choices: Choices) -> Iterator[tuple[TensorPlacement, dict[str, int]]]:

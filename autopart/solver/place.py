@@ -13,6 +13,7 @@ import contextlib
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 
 import torch
 
@@ -26,7 +27,7 @@ from autopart.solver.axis import Axis
 from autopart.solver.eliminate import Eliminated, Table, eliminate, picks, solve
 from autopart.solver.layout import evaluate
 from autopart.solver.otherwise import alternatives
-from autopart.solver.tensor import BodyLayout, Pin, layout_of
+from autopart.solver.tensor import BodyLayout, Pin, layout_of, layouts_along
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +70,9 @@ def place(
     they differ in numbers only, and what is chosen fits them all.
 
     What the caller passes and gets is whole at every place. A byte costs `TIE` in any case, so of layouts that are
-    equally fast the smaller is taken. What is too entangled for the tables is computed whole at every place. Raises
-    ValueError for a pin that no layout can keep, naming those that one can.
+    equally fast the smaller is taken. What is too entangled for the tables runs along one of its loops, or is computed
+    whole at every place, whichever is faster. Raises ValueError for a pin that no layout can keep, naming those that
+    one can.
     """
     return _posed(segmented, axis, pins or {}, others)[1]
 
@@ -98,12 +100,13 @@ def front(
 
 @dataclass(frozen=True, slots=True)
 class _Posed:
-    """The bodies on an axis as tables, and what their boundaries choose among."""
+    """The bodies on an axis as tables, and what their boundaries choose among; `exact`: among all that may be."""
 
     wired: Sequence[_Wired]
     domains: Mapping[str, tuple[TensorPlacement, ...]]
     pins: Mapping[str, Pin]
     axis: Axis
+    exact: bool
 
     @classmethod
     def of(
@@ -113,10 +116,12 @@ class _Posed:
         pins: Mapping[str, Pin],
         whole: Collection[str],
         others: Sequence[Segmented],
+        *,
+        exact: bool,
     ) -> _Posed:
         """The tables of a step in which the values in `whole` pass between segments unsplit."""
         wired = _wired(segmented, axis, pins, whole, others)
-        return cls(wired, _domains(wired), pins, axis)
+        return cls(wired, _domains(wired), pins, axis, exact)
 
     def at(self, price: float) -> Placed:
         """The best placement at a price of a byte. Raises MemoryError where what passes is too entangled."""
@@ -142,6 +147,7 @@ class _Posed:
                 bodies[same] = _body(one, solved[id(one.layout)], given)
             taken.append(bodies[same])
         placed, times, memories, costs = zip(*taken, strict=True)
+        costs = tuple(replace(each, exact=each.exact and self.exact) for each in costs)
         return Placed(placed, between, sum(times), sum(memories), costs)
 
     def _tables(self, solved: Mapping[int, Eliminated]) -> Iterator[Table]:
@@ -167,10 +173,10 @@ def _posed(
     _known(segmented, pins)
     plain, whole = replace(axis, divides=False), _whole(segmented)
     for way in dict.fromkeys((axis, plain)):
-        posed = _Posed.of(segmented, way, pins, whole, others)
+        posed = _Posed.of(segmented, way, pins, whole, others, exact=way == axis)
         with contextlib.suppress(MemoryError):
             return posed, posed.at(TIE)
-    posed = _Posed.of(segmented, plain, pins, whole | set(_passing(segmented)), others)
+    posed = _Posed.of(segmented, plain, pins, whole | set(_passing(segmented)), others, exact=False)
     return posed, posed.at(TIE)
 
 
@@ -185,7 +191,7 @@ SLACK = 1e-6
 
 LARGEST = 1 << 25
 """The most entries of a table that is worth its time: what needs more is split in fewer ways, or (a loop over time,
-say) not at all."""
+say) along one loop alone."""
 
 
 def _passing(segmented: Segmented) -> Iterator[str]:
@@ -231,16 +237,37 @@ def _solvable(
     """The layout of a body, solved at the usual price.
 
     Of one too entangled for that with its samples split, or with attention in a ring, as it is without; of one too
-    entangled at all, in which nothing is split.
+    entangled at all, the best of those along one loop and of that in which nothing is split.
     """
     plain = replace(axis, divides=False)
     rung = None if axis.alike else turns  # under a causal mask the places of a ring run different operators
     for way, rings in dict.fromkeys(((axis, rung), (plain, rung), (plain, None))):
         layout = layout_of(body, segment, way, whole, pins, turns=rings, others=others)
         with contextlib.suppress(MemoryError):
-            return layout, solve(layout.layout, units, TIE, LARGEST)
-    layout = layout_of(body, segment, axis, whole, pins, split=False, others=others)
-    return layout, solve(layout.layout, units, TIE)
+            solved = solve(layout.layout, units, TIE, LARGEST)
+            return replace(layout, exact=(way, rings) == (axis, rung)), solved
+    return _entangled(body, segment, axis, whole, pins, units, others)
+
+
+def _entangled(
+    body: Body,
+    segment: Segment,
+    axis: Axis,
+    whole: Collection[str],
+    pins: Mapping[str, Pin],
+    units: Sequence[str],
+    others: Sequence[Body],
+) -> tuple[BodyLayout, Eliminated]:
+    """The best of a body's layouts along one loop, and of that in which nothing is split."""
+    made = list(layouts_along(body, segment, axis, whole, pins, others=others))
+    try:
+        plain = layout_of(body, segment, axis, whole, pins, split=False, others=others)
+        made = [replace(each, plain=plain.layout, exact=False) for each in (plain, *made)]
+    except ValueError:  # a pin, which another may keep
+        if not made:
+            raise
+    solved = [(each, solve(each.layout, units, TIE, LARGEST)) for each in made]
+    return min(solved, key=lambda pair: float(pair[1].costs.min()))
 
 
 def _body(one: _Wired, solved: Eliminated, given: Mapping[str, int]) -> tuple[PlacedBody, int, int, Costs]:
@@ -252,7 +279,7 @@ def _body(one: _Wired, solved: Eliminated, given: Mapping[str, int]) -> tuple[Pl
     assert time is not None  # what the tables allow can be done
     memory = sum(unit.options[pick].memory for unit, pick in zip(layout.layout.units, taken, strict=True))
     choices = dict(zip(one.units, one.choices, strict=True))
-    return layout.placed(taken), time, memory, alternatives(layout.layout, solved, given, choices)
+    return layout.placed(taken), time, memory, alternatives(layout, solved, given, choices)
 
 
 def _known(segmented: Segmented, pins: Mapping[str, Pin]) -> None:
@@ -316,6 +343,8 @@ def _domains(wired: Sequence[_Wired]) -> dict[str, tuple[TensorPlacement, ...]]:
 def _over(one: _Wired, costs: torch.Tensor, domains: Mapping[str, tuple[TensorPlacement, ...]]) -> Table:
     """A body's table over the variables of a segment; a placement that it cannot do costs infinity."""
     variables = one.variables
+    if (entries := prod(len(domains[variable]) for variable in variables)) > LARGEST:
+        raise MemoryError(f"a table of {entries} entries: what passes is too entangled to be solved exactly")
     for dim, (choices, variable) in enumerate(zip(one.choices, variables, strict=True)):
         own = {how: i for i, how in enumerate(choices)}
         at = [own.get(how, len(own)) for how in domains[variable]]

@@ -8,12 +8,13 @@ Units, in the words of `solver.layout`:
     save x          forward x -> what the backward reads: kept in one placement; it costs its bytes
     out y           a value for outside
 
-Placements that come into question are those that some node can make or read: a fixed point, since a view hands its
-neighbours' splits on (`_candidates`). Forward and backward are one layout.
+Placements that come into question are those that some node can make or read (`solver.candidates`). Forward and backward
+are one layout.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -22,9 +23,11 @@ from autopart.ir.placed import Cut, Move, PlacedBody, PlacedFunction, Strategy, 
 from autopart.ir.placement import Partial, Replicate, Shard, TensorPlacement
 from autopart.ir.segmented import Body, Function, Segment
 from autopart.rules.alias import roots
-from autopart.rules.split import fits, takes_samples
-from autopart.rules.strategies import Ruled, equal, matching, split, strategies
+from autopart.rules.flops import flops
+from autopart.rules.split import fits
+from autopart.rules.strategies import Ruled, equal, matching, strategies
 from autopart.solver.axis import Axis
+from autopart.solver.candidates import Candidates, Splits
 from autopart.solver.layout import Layout, Option, Unit, flows, tree
 
 LATER = "'"
@@ -53,13 +56,19 @@ def _keeps(pin: Pin | None, how: TensorPlacement) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class BodyLayout:
-    """A body as a layout. `placements` lists each value's; ``strategies[i]`` are unit i's options, if it is a node."""
+    """A body as a layout. `placements` lists each value's; ``strategies[i]`` are unit i's options, if it is a node.
+
+    `plain` is a layout of the same units whose first options split nothing, None where pins leave none. `exact`: all
+    that may be split comes into question.
+    """
 
     body: Body
     axis: Axis
     layout: Layout
     placements: Mapping[str, tuple[TensorPlacement, ...]]
     strategies: tuple[tuple[Strategy, ...], ...]
+    plain: Layout | None
+    exact: bool = True
 
     def choices(self, unit: str) -> tuple[TensorPlacement, ...]:
         """The placements among which a unit of the boundary chooses, in the order of its options."""
@@ -165,15 +174,16 @@ class _Build:
             if owner is not None and not axis.by_samples and self._key(owner) != self._key(gradient):
                 self._alike[self._key(gradient)] = self._key(owner)
 
-    def build(self, *, split: bool = True) -> BodyLayout:
-        """The layout; without `split`, of every node at every place as it is."""
-        cuts, shards = self._candidates() if split else ([set[Cut]()] * len(self.nodes), {})
+    def build(self, splits: Splits | None, *, all_of_it: bool = False) -> BodyLayout:
+        """The layout in which these `splits` come into question, or (`all_of_it`) are made; None: nothing is split."""
+        cuts = splits.cuts if splits is not None else [set[Cut]()] * len(self.nodes)
         options = [strategies(r, sorted(c, key=str), self.degree) for r, c in zip(self.ruled, cuts, strict=True)]
-        options = options if split else [taken[:1] for taken in options]
-        if self.axis.by_samples:
-            options = [tuple(s for s in taken if s.cut is not None) or taken for taken in options]
+        options = options if splits is not None else [taken[:1] for taken in options]
+        shards = splits.shards if splits is not None else {}
         for other in self.others:
             options, shards = self._common(options, shards, other)
+        if all_of_it or self.axis.by_samples:
+            options = [tuple(s for s in taken if s.cut is not None) or taken for taken in options]
         pending = self._pending(options)
         self.places: dict[str, tuple[TensorPlacement, ...]] = {}
         for name in self.values:
@@ -193,7 +203,8 @@ class _Build:
             (name, self.axis.moves(value, self.places[name])) for name, value in self.values.items() if name in read
         )
         moves += tuple((name, ((0,) * len(p),) * len(p)) for name, p in self.places.items() if name not in read)
-        return BodyLayout(self.body, self.axis, Layout(tuple(units), moves), self.places, tuple(found))
+        layout = Layout(tuple(units), moves)
+        return BodyLayout(self.body, self.axis, layout, self.places, tuple(found), None if all_of_it else layout)
 
     # ---- which placements come into question -------------------------------------------------------------------------
 
@@ -204,56 +215,20 @@ class _Build:
             name = self._alike[name]
         return name
 
-    def _candidates(self) -> tuple[list[set[Cut]], dict[str, set[Shard]]]:
-        """The cuts of every node and the splits of every value: each cut splits values, each split cuts their nodes.
+    def candidates(self) -> Candidates:
+        """What may be split at all; a pinned split is one of its parameter's."""
+        pinned = {
+            self._key(name): pin
+            for name, pin in self.pins.items()
+            if isinstance(pin, Shard) and name in self.values and fits(self.values[name], pin, self.degree)
+        }
+        return Candidates(self.ruled, self.axis, self._key, pinned)
 
-        A pinned split is one of its parameter's, whether or not a node can have it so: in another program one can.
-        """
-        cuts: list[set[Cut]] = [set() for _ in self.nodes]
-        shards: dict[str, set[Shard]] = {}
-        users: dict[str, list[int]] = {}
-        for i, ruled in enumerate(self.ruled):
-            for name in dict.fromkeys((*(o.value.name for o in ruled.call.operands), *ruled.node.names())):
-                users.setdefault(self._key(name), []).append(i)
-        waiting = [(i, cut) for i, ruled in enumerate(self.ruled) for cut in ruled.cuts(self.degree, self.turns)]
-        for name, pin in self.pins.items():
-            if isinstance(pin, Shard) and name in self.values and fits(self.values[name], pin, self.degree):
-                shards[self._key(name)] = {pin}
-                waiting += [(j, c) for j in users[self._key(name)] for c in self._cuts(self.ruled[j], name, pin)]
-        while waiting:
-            i, cut = waiting.pop()
-            if cut in cuts[i] or not self._comes_into_question(self.ruled[i], cut):
-                continue
-            cuts[i].add(cut)
-            for name, shard in self._splits(self.ruled[i], cut):
-                key = self._key(name)
-                if shard not in shards.setdefault(key, set()):
-                    shards[key].add(shard)
-                    waiting += [(j, c) for j in users[key] for c in self._cuts(self.ruled[j], key, shard)]
-        return cuts, shards
-
-    def _comes_into_question(self, ruled: Ruled, cut: Cut) -> bool:
-        assert ruled.rule is not None  # cuts are of its factors
-        if self.axis.by_samples:
-            return self.axis.divides and isinstance(ruled.rule.factors[cut.factor].size, Size)
-        return self.axis.divides or not takes_samples(ruled.rule.factors, cut, self.degree)
-
-    def _cuts(self, ruled: Ruled, key: str, shard: Shard) -> Iterator[Cut]:
-        names = dict.fromkeys((*(o.value.name for o in ruled.call.operands), *ruled.node.names()))
-        for name in names:
-            if self._key(name) == key:
-                yield from ruled.cut_for(name, shard, self.degree)
-
-    def _splits(self, ruled: Ruled, cut: Cut) -> Iterator[tuple[str, Shard]]:
-        made = split(ruled, cut, self.degree)
-        if made is None:
-            return
-        for operand, (_, how) in zip(ruled.call.operands, made.needs, strict=True):
-            if isinstance(how, Shard):
-                yield operand.value.name, how
-        for out, given in zip(ruled.node.outs, made.gives, strict=True):
-            if out is not None and isinstance(given, Shard):
-                yield out.name, given
+    def work(self, splits: Splits) -> float:
+        """The FLOPs of the nodes that have a cut."""
+        values = {name: value.sized(self._plain) for name, value in self.values.items()}
+        cut = (node for node, cuts in zip(self.nodes, splits.cuts, strict=True) if cuts)
+        return sum(float(flops(node.sized(self._plain), values)) for node in cut)
 
     def _common(
         self, options: Sequence[tuple[Strategy, ...]], shards: Mapping[str, set[Shard]], other: Body
@@ -396,4 +371,29 @@ def layout_of(
     not go in a ring. Without `split` nothing in the body is split: every place computes all of it. Raises ValueError
     for a pin that nothing in the body can keep, naming those that it can.
     """
-    return _Build(body, segment, axis, whole, pins or {}, turns, others).build(split=split)
+    made = _Build(body, segment, axis, whole, pins or {}, turns, others)
+    return made.build(made.candidates().every(turns or ()) if split else None)
+
+
+LOOPS = 3
+"""How many loops of a body that is too entangled for more are looked at, those of most work first."""
+
+
+def layouts_along(
+    body: Body,
+    segment: Segment,
+    axis: Axis,
+    whole: Collection[str] = (),
+    pins: Mapping[str, Pin] | None = None,
+    *,
+    others: Sequence[Body] = (),
+) -> Iterator[BodyLayout]:
+    """Layouts of a body, as by `layout_of`, each along one loop: the samples, say, or the hidden units.
+
+    Every operator that has the loop runs on a part of it, so little is left to choose. Those of most work come first;
+    those that cannot keep the pins are left out.
+    """
+    made = _Build(body, segment, axis, whole, pins or {}, None, others)
+    for splits in sorted(made.candidates().loops(), key=made.work, reverse=True)[:LOOPS]:
+        with contextlib.suppress(ValueError):
+            yield replace(made.build(splits, all_of_it=True), exact=False)
