@@ -120,6 +120,19 @@ def test_a_mean_and_a_maximum_over_a_split_dim_are_not_offered() -> None:
         assert (Shard(1),) not in of(op, torch.randn(3, 4).double(), [1])
 
 
+def test_the_samples_of_a_norm_may_be_split_where_all_places_have_as_many() -> None:
+    """Statistics are then known to all; gradients of parameters add up."""
+    x, moved = torch.randn(4, 3, 2).double() * 3 + 5, (torch.randn(3).double(), torch.rand(3).double())
+    weight, bias = torch.randn(3).double(), torch.randn(3).double()
+    norm, settings = aten._native_batch_norm_legit_functional.default, (True, 0.1, 1e-5)
+    assert of(norm, x, weight, bias, *moved, *settings)[Shard(0), R, R, R, R] == (Shard(0), R, R, R, R)
+    assert (Shard(0), R, R, R, R) not in of(norm, x, weight, bias, *moved, *settings, degree=3)
+    assert of(aten._native_batch_norm_legit.no_stats, x, None, None, *settings)[Shard(0),] == (Shard(0), R, R)
+    _, mean, scale = aten._native_batch_norm_legit.no_stats(x, weight, bias, *settings)
+    backward = (torch.randn_like(x), x, weight, None, None, mean, scale, True, 1e-5, [True] * 3)
+    assert of(aten.native_batch_norm_backward.default, *backward)[Shard(0), Shard(0), R, R, R] == (Shard(0), P, P)
+
+
 # ---- splits of merged dims -------------------------------------------------------------------------------------------
 
 THREE = (Factor(3), Factor(6), Factor(4))
