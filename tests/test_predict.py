@@ -25,11 +25,11 @@ from autopart.ir.program import Program
 from autopart.ir.segmented import Segmented
 from autopart.ir.staged import Staged
 from autopart.ir.traffic import sent_bytes
+from autopart.passes.chunked import chunked
 from autopart.passes.costs import costs, recomputed
 from autopart.passes.emit import emit
 from autopart.passes.normalise import normalise
 from autopart.passes.predict import predict_memory, predict_traffic, with_memory, with_traffic
-from autopart.passes.recompute import recompute
 from autopart.passes.schedule import schedule
 from autopart.passes.segment import segment
 from autopart.passes.shard import shard
@@ -141,7 +141,7 @@ def case(
 
 
 def lowered(found: Sample, plan: Plan) -> Case:
-    staged = split(shard(recompute(found.segmented, plan.recompute)), plan)
+    staged = split(shard(chunked(found.segmented, plan.chunks, plan.recompute)), plan)
     scheduled = schedule(staged, plan)
     return Case(found, plan, staged, scheduled, emit(staged, scheduled, plan))
 

@@ -59,6 +59,16 @@ def check_cut(shares: Sequence[int], plan: Plan, least: int) -> None:
     )
 
 
+def check_chunked(chunks: Sequence[tuple[str, int]], captured: Captured) -> None:
+    """Refuse a pattern of modules in chunks that matches no module which computes anything."""
+    known = {path for node in captured.nodes if not node.backward and node.module for path in around(node.module)}
+    for pattern, _ in chunks:
+        if not any(fnmatchcase(name, pattern) for name in known):
+            close = get_close_matches(pattern, known, n=3)
+            hint = f"; did you mean {', '.join(map(repr, close))}?" if close else ""
+            raise ValueError(f"chunks: no module that computes anything is called {pattern!r}{hint}")
+
+
 def check_patterns(placement: object, captured: Captured) -> None:
     """Refuse a placement pattern that matches no parameter."""
     if not isinstance(placement, Mapping):

@@ -10,8 +10,16 @@ from typing import Any, Unpack
 import torch
 
 from autopart import capture as capturing
+from autopart.api import chunks as chunking
 from autopart.api import coupled, tensor
-from autopart.api.checks import check_cut, check_executable, check_fingerprint, check_patterns, fingerprint
+from autopart.api.checks import (
+    check_chunked,
+    check_cut,
+    check_executable,
+    check_fingerprint,
+    check_patterns,
+    fingerprint,
+)
 from autopart.api.options import SEMANTICS, one_of
 from autopart.api.plain import check_hooks
 from autopart.api.progress import shown
@@ -23,19 +31,20 @@ from autopart.ir.action import Scheduled
 from autopart.ir.captured import Captured
 from autopart.ir.cost import PRECISIONS, optimizer_bytes
 from autopart.ir.mesh import pieces
-from autopart.ir.plan import INPUT, OUTPUT, Plan
+from autopart.ir.plan import INPUT, OUTPUT, Plan, pinned_chunks
 from autopart.ir.program import Program
 from autopart.ir.segmented import Segmented
 from autopart.ir.sharded import Sharded
 from autopart.ir.staged import Staged
 from autopart.ir.state import State
+from autopart.passes.chunked import chunked
 from autopart.passes.emit import emit
 from autopart.passes.inside import crossing, inside
 from autopart.passes.judge import check_sums
 from autopart.passes.normalise import normalise
 from autopart.passes.overlap import check_recompute
 from autopart.passes.predict import with_memory, with_traffic
-from autopart.passes.recompute import recompute, with_regions
+from autopart.passes.recompute import with_regions
 from autopart.passes.schedule import check_deferred
 from autopart.passes.schedule import schedule as scheduled
 from autopart.passes.segment import segment
@@ -88,6 +97,7 @@ def fitting(captured: Captured, pins: Pins, batch: int | None = None, inputs: st
     What couples the samples of a batch has them on the mesh together.
     """
     check_patterns(pins.get("placement"), captured)
+    check_chunked(pinned_chunks(pins.get("chunks")), captured)
     if captured.coupled:
         pins = coupled.together(pins, batch or captured.batch, inputs)
     if not captured.deferred:
@@ -104,8 +114,11 @@ def _best(segmented: Segmented, batch: int, pins: Pins, inputs: str = "global") 
 def costed(segmented: Segmented, batch: int, pins: Pins, inputs: str = "global") -> tuple[Sequence[Costed], Degrees]:
     """What segments cost on the mesh that is pinned, or with nothing split, and what finds that of tensor degrees."""
     asked = tensor.asked(segmented.captured, batch, pins, inputs)
-    degrees = tensor.degrees(segmented, batch, pins, inputs)
-    return tensor.placements(segmented, asked) if asked else ((None, *tensor.costs_of(segmented)),), degrees
+    chunks = pinned_chunks(pins.get("chunks"))
+    chunking.check_beside(pins, inside=bool(asked))
+    degrees = {} if chunks else tensor.degrees(segmented, batch, pins, inputs)
+    plain = ((None, *tensor.costs_of(segmented, chunks=chunks)),)
+    return tensor.placements(segmented, asked) if asked else plain, degrees
 
 
 def choosing(segmented: Segmented, batch: int, pins: Pins, inputs: str = "global") -> Callable[[Pins], Plan]:
@@ -128,7 +141,8 @@ def _chosen(
     degrees: Degrees = MappingProxyType({}),
 ) -> Plan:
     """The best plan for what segments cost as `found`, by default with nothing split inside them."""
-    (decided, plain, again), *others = found or ((None, *tensor.costs_of(segmented)),)
+    chunks = pinned_chunks(pins.get("chunks"))
+    (decided, plain, again), *others = found or ((None, *tensor.costs_of(segmented, chunks=chunks)),)
     captured = segmented.captured
     return choose(
         plain,
@@ -141,6 +155,7 @@ def _chosen(
         optimizer_ratio=optimizer_ratio(captured, pins.get("precision")),
         others=others,
         degrees=degrees,
+        chunked={} if decided is not None else chunking.ways_out(segmented, pins),
         **pins,
     )
 
@@ -219,7 +234,7 @@ def _counted(places: Sequence[Staged], lowered: Scheduled, plan: Plan, shares: S
 def lower(
     segmented: Segmented, plan: Plan, *, state: State | None = None, check: bool = True, fits: bool | None = None
 ) -> Program:
-    """recompute, shard, split, schedule, split_backward, emit and verify.
+    """recompute (and what is in chunks), shard, split, schedule, split_backward, emit and verify.
 
     `fits` says whether the calls that the program is for have the microbatches that the plan is for (`Plan.fits`), by
     default whether its own batch has.
@@ -258,9 +273,9 @@ def _sharded(segmented: Segmented, plan: Plan, state: State | None, fits: bool) 
         again = plan.recompute
         if plan.barriers:  # an output layer in parts keeps its logits: to make them again takes as long as the rest
             again = tuple(name for name in again if name != plan.stages[-1].segments[-1])
-        return (shard(recompute(segmented, again)),)
+        return (shard(chunked(segmented, plan.chunks, again)),)
     whole, here = shard(segmented), tensor.places(segmented, plan.tensor, state, fits=fits)
-    return tuple(whole.of(recompute(each, plan.recompute)) for each in here)
+    return tuple(whole.of(chunked(each, (), plan.recompute)) for each in here)
 
 
 def built(captured: Captured, **pins: Unpack[Pins]) -> Program:
@@ -309,12 +324,12 @@ def plan(
 ) -> Plan:
     """The plan for a training step of ``model(*args, **kwargs)``: what is not pinned is chosen.
 
-    The pins are `cluster`, `devices`, `mesh`, `stages`, `placement`, `schedule`, `microbatches`, `memory` and
-    `recompute`. With ``offload=True`` the optimizer, or optimizer and gradients, may be on the hosts: to know what that
-    would hold and take, as programs do not do it yet. ``precision="mixed"`` counts 32-bit copies and moments of 16-bit
-    parameters; `objective` is "time", "memory" or "throughput_per_cost", and after `time_limit` seconds of search the
-    best plan so far is returned; see `solver.choose`. A free mesh may have an axis ``tp`` where a `cluster` is given. A
-    search of more than a second shows its progress on a terminal.
+    The pins are `cluster`, `devices`, `mesh`, `stages`, `placement`, `schedule`, `microbatches`, `memory`, `recompute`
+    and `chunks`. With ``offload=True`` the optimizer, or optimizer and gradients, may be on the hosts: to know what
+    that would hold and take, as programs do not do it yet. ``precision="mixed"`` counts 32-bit copies and moments of
+    16-bit parameters; `objective` is "time", "memory" or "throughput_per_cost", and after `time_limit` seconds of
+    search the best plan so far is returned; see `solver.choose`. A free mesh may have an axis ``tp`` where a `cluster`
+    is given. A search of more than a second shows its progress on a terminal.
     No process group and no memory for weights is needed: parameters may be fake (with ``capture="direct"``). Raises
     PlanInfeasible, with what binds and what would lift it, where nothing fits; ValueError or TypeError for a bad
     argument.

@@ -187,6 +187,7 @@ def parallelize(
     memory: str | int | None = None,
     recompute: bool | Sequence[str] | None = None,
     offload: bool = False,
+    chunks: Mapping[str, int] | None = None,
 ) -> Any:
     """Train an ordinary module on many devices with an unchanged loop.
 
@@ -207,7 +208,9 @@ def parallelize(
     to fit, False for nothing. A `mesh` with an axis ``tp``, ``cp`` or ``ep`` splits the tensors inside layers;
     `placement` may then pin parameters there, such as ``{"*.up.weight": {"tp": autopart.Shard(0)}}``. A mesh that is
     not pinned may have a ``tp`` where a `cluster` is given. What the model puts into ``torch.utils.checkpoint`` is
-    recomputed in any case. `offload` is refused as yet: `autopart.plan` alone counts with states on the host.
+    recomputed in any case. `chunks` names modules whose tokens are computed chunk after chunk, in forward and backward,
+    so that what is large in them is there for one chunk at a time: ``{"lm_head": 8, "h.*.mlp": 4}``; the output layer
+    with its loss. `offload` is refused as yet: `autopart.plan` alone counts with states on the host.
     `semantics` is "exact" (the whole batch on one device; what couples its samples, as a BatchNorm does, takes one
     microbatch, and is refused with several) or "accumulate" (a BatchNorm sees a microbatch of one data rank, as in
     gradient accumulation). ``outputs="all"`` gives every rank the outputs beside the loss, whole (with inputs "local"
@@ -239,6 +242,7 @@ def parallelize(
         memory=memory,
         recompute=recompute,
         offload=offload,
+        chunks=chunks,
     )
     if model_or_class is None:
         return lambda target: _parallelized(target, options)

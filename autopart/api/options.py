@@ -12,7 +12,7 @@ from autopart.cluster import Cluster
 from autopart.ir.action import Schedule
 from autopart.ir.mesh import Mesh
 from autopart.ir.placement import Placement, executable
-from autopart.ir.plan import INPUTS, Plan
+from autopart.ir.plan import INPUTS, Plan, pinned_chunks
 from autopart.ir.program import Program
 from autopart.schedules import spell
 from autopart.solver.presets import Pinned
@@ -46,6 +46,7 @@ class Options:
     memory: str | int | None = None
     recompute: bool | Sequence[str] | None = None
     offload: bool = False
+    chunks: Mapping[str, int] | None = None
 
     def __post_init__(self) -> None:
         _whole("devices", self.devices)
@@ -92,6 +93,7 @@ class Options:
             raise TypeError(f"stages: expected a count or module names where a stage begins, not {self.stages!r}")
         if isinstance(self.recompute, str):
             raise TypeError(f"recompute: expected True, False or a list of module names, not {self.recompute!r}")
+        pinned_chunks(self.chunks)  # refuses what is none
 
     def axes(self) -> Mesh:
         """The pinned mesh."""
@@ -166,6 +168,7 @@ class Options:
             "microbatches": self.microbatches,
             "memory": self.memory,
             "recompute": self.recompute,
+            "chunks": self.chunks,
         }
 
 

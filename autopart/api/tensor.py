@@ -18,9 +18,9 @@ from autopart.ir.plan import around
 from autopart.ir.segmented import Segmented
 from autopart.ir.state import State
 from autopart.ir.tensor_plan import TensorPlan
+from autopart.passes.chunked import Chunks, chunked
 from autopart.passes.costs import costs
 from autopart.passes.places import at_place, check_places, likewise, takes_samples
-from autopart.passes.recompute import recompute
 from autopart.solver.axis import WHOLE, Axis, linked
 from autopart.solver.place import Placed, front, place
 from autopart.solver.presets import Pinned
@@ -169,13 +169,14 @@ def _planned(segmented: Segmented, axis: Axis, found: Placed) -> TensorPlan:
 
 
 def costs_of(
-    segmented: Segmented, tensor: TensorPlan | None = None
+    segmented: Segmented, tensor: TensorPlan | None = None, *, chunks: Chunks = ()
 ) -> tuple[tuple[SegmentCost, ...], tuple[SegmentCost, ...]]:
     """What segments cost, plain and recomputed; with tensors split inside them, at the first place, which has most."""
     here, rates = segmented, None
     if tensor is not None:
         here, rates = first_place(segmented, tensor), exchanged(tensor)
-    return costs(recompute(here), rates), costs(recompute(here, [each.name for each in here.segments]), rates)
+    plain, again = (chunked(here, chunks, names) for names in ((), [each.name for each in here.segments]))
+    return costs(plain, rates), costs(again, rates)
 
 
 def first_place(segmented: Segmented, tensor: TensorPlan) -> Segmented:

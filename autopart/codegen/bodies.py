@@ -84,4 +84,6 @@ def _function(item: Layout, kind: Kind, name: str, doc: str) -> list[str]:
         doc=_DOC[kind].format(doc),
         prefix=item.segment.layer.split("@")[0],
         recomputes=kind not in _FORWARD and any(not node.backward for node in phase.function.nodes),
+        inputs=phase.function.inputs,
+        loops=phase.function.loops,
     )

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
+from dataclasses import dataclass
 
 import torch
 
+from autopart.codegen import chunks
 from autopart.collectives import collective_name, is_collective
-from autopart.ir.graph import Arg, Node, Ref, Share, Size
+from autopart.ir.graph import Arg, Node, Ref, Share, Size, Value
+from autopart.ir.loop import Loop
+from autopart.ir.segmented import Function
 
 WIDTH = 120
 
@@ -26,29 +30,94 @@ def function(
     prefix: str = "",
     batch: str = "b",
     recomputes: bool = False,
+    inputs: Sequence[Value] = (),
+    loops: Sequence[Loop] = (),
 ) -> list[str]:
     """The lines of ``def name(formals)``.
 
     A comment names the module (its path after `prefix`) and the user's line where they change; values that are not
     needed any more are deleted at the end of such a group. `batch` is the source for the microbatch's size. Where a
-    backward `recomputes`, a comment heads the forward's nodes in it, and what follows them.
+    backward `recomputes`, a comment heads the forward's nodes in it, and what follows them. `loops` are those of the
+    nodes that are run chunk after chunk; then `inputs` are the values behind the formals.
     """
-    lines = [*call(f"def {name}", formals, ":"), f'    """{doc}"""']
-    last = _last_uses(nodes, result)
-    position, backward = 0, True
-    for group in _groups(nodes):
-        if recomputes and backward != group[0].backward:
-            backward = group[0].backward
-            lines.append(f"    # {'backward' if backward else 'recomputed'}")
-        comment = _comment(group[0], prefix)
-        lines += [f"    {comment}"] if comment else []
-        lines += ["    " + line for node in group for line in statement(node, batch)]
-        position += len(group)
-        touched = dict.fromkeys(name for node in group for name in (*node.refs(), *node.names()))
-        dead = [name for name in touched if position - len(group) <= last.get(name, -1) < position]
-        if dead and position < len(nodes):  # at the end they die with the frame
-            lines += ["    " + line for line in wrapped("del ", dead)]
+    made = Function(tuple(inputs), tuple(nodes), (), tuple(loops))
+    writer = _Writer(made, prefix, batch, recomputes)
+    lines = [*call(f"def {name}", formals, ":"), f'    """{doc}"""', *indented(writer.lines(result))]
     return [*lines, *("    " + line for line in wrapped_return(result))]
+
+
+class _Writer:
+    """The lines of a function's nodes: groups of them, and loops, one behind the other."""
+
+    def __init__(self, function: Function, prefix: str, batch: str, recomputes: bool) -> None:
+        self.function, self.prefix, self.batch, self.recomputes = function, prefix, batch, recomputes
+
+    def lines(self, result: str) -> Iterator[str]:
+        """Those of all nodes; what the function returns, and what its end frees, is not deleted."""
+        nodes, at = self.function.nodes, 0
+        steps: list[_Step] = []
+        for loop in self.function.loops:
+            steps += self._groups(nodes[at : loop.start], backward=at == 0 or nodes[at - 1].backward)
+            steps.append(_Step(tuple(self._loop(loop)), _read(nodes[loop.start : loop.stop]), loop.made))
+            at = loop.stop
+        steps += self._groups(nodes[at:], backward=at == 0 or nodes[at - 1].backward)
+        return _freeing(steps, keep=set(re.findall(r"\w+", result)), last=False)
+
+    def _groups(self, nodes: Sequence[Node], backward: bool = True) -> Iterator[_Step]:
+        for group in _groups(nodes):
+            lines = []
+            if self.recomputes and backward != group[0].backward:
+                backward = group[0].backward
+                lines.append(f"# {'backward' if backward else 'recomputed'}")
+            comment = _comment(group[0], self.prefix)
+            lines += [comment] if comment else []
+            lines += [line for node in group for line in statement(node, self.batch)]
+            touched = dict.fromkeys(name for node in group for name in (*node.refs(), *node.names()))
+            yield _Step(tuple(lines), tuple(touched), tuple(name for node in group for name in node.names()))
+
+    def _loop(self, loop: Loop) -> Iterator[str]:
+        """A loop, before it what it fills. Nothing of one chunk is there any more when the next begins."""
+        made, batch = self.function, self.batch
+        yield f"# {_within(loop.module, self.prefix) or 'all'}, in chunks: {loop.count} at most"
+        yield from chunks.before(made, loop, batch)
+        yield from chunks.head(loop, batch)
+        parts = tuple(along.part for along in loop.cuts)
+        ends = (*(part for _, part in loop.summed), *(along.part for along in loop.joined))
+        steps = [
+            _Step(tuple(chunks.cut(made, loop, batch)), (), parts),
+            *self._groups(chunks.nodes_of(made, loop)),
+            _Step(tuple(chunks.put(made, loop, batch)), ends, ()),
+        ]
+        yield from indented(_freeing(steps, keep=set(), last=True))
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """Some lines, with the names that they touch, and those of the values that they make."""
+
+    lines: tuple[str, ...]
+    touches: tuple[str, ...]
+    makes: tuple[str, ...]
+
+
+def _read(nodes: Sequence[Node]) -> tuple[str, ...]:
+    """What nodes read, and do not make."""
+    made = {name for node in nodes for name in node.names()}
+    return tuple(dict.fromkeys(name for node in nodes for name in node.refs() if name not in made))
+
+
+def _freeing(steps: Sequence[_Step], keep: Set[str], last: bool) -> Iterator[str]:
+    """The lines of all steps; after the one that touches a value last, it is deleted, but for what to `keep`.
+
+    Not after the `last` step, unless that is asked for: with the frame its values die anyway.
+    """
+    makers = {name: number for number, step in enumerate(steps) for name in step.makes}
+    ends = makers | {n: i for i, step in enumerate(steps) for n in step.touches if makers.get(n, i + 1) <= i}
+    for number, step in enumerate(steps):
+        yield from step.lines
+        dead = [n for n in dict.fromkeys((*step.touches, *step.makes)) if ends.get(n) == number and n not in keep]
+        if dead and (last or number < len(steps) - 1):
+            yield from wrapped("del ", dead)
 
 
 def communicates(nodes: Iterable[Node]) -> bool:
@@ -201,13 +270,3 @@ def _within(path: str, prefix: str) -> str:
         here == there or (here.isdigit() and there.isdigit()) for here, there in zip(names, outer, strict=False)
     )
     return ".".join(names[len(outer) :]) if prefix and same else path
-
-
-def _last_uses(nodes: Sequence[Node], result: str) -> dict[str, int]:
-    """For each name that the nodes make, the last node that reads or makes it; what the function returns has none."""
-    last: dict[str, int] = {}
-    for position, node in enumerate(nodes):
-        last.update(dict.fromkeys((name for name in node.refs() if name in last), position))
-        last.update(dict.fromkeys(node.names(), position))
-    kept = set(re.findall(r"\w+", result))
-    return {name: position for name, position in last.items() if name not in kept}

@@ -19,6 +19,9 @@ from autopart.codegen.parsed import Body
 from autopart.rules.alias import views
 from autopart.rules.memory import IN_PLACE_NAMES
 
+FILLS = (torch.ops.aten.add_.Tensor, torch.ops.aten.copy_.default)
+"""What a loop over chunks does with its sums, and with what it puts together."""
+
 
 class Overwriting(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
     """The mode in which a body runs; a ValueError where it writes over what it must not.
@@ -57,9 +60,14 @@ class Overwriting(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
             shared = self._shared(here)
             if shared & self.formals or key in map(_torch.storage_key, self.others):
                 raise ValueError(f"{name} is written over, but is not this function's own; let {func} make a new value")
-            if here:  # what has no name is an operator's own
+            if here and not (func in FILLS and self._in_loop(frame)):  # what has no name is an operator's own
                 self._check_aligned(func, value, name, [other for other in read if _torch.storage_key(other) == key])
                 self._check_unread(func, name, shared, frame)
+
+    def _in_loop(self, frame: FrameType) -> bool:
+        """Whether a line is in a loop, which adds up and fills what is made before it (see `coverage`)."""
+        line = frame.f_lineno - self.code.co_firstlineno
+        return any(first <= line <= last for first, last in self.body.loops)
 
     def _shared(self, names: set[str]) -> set[str]:
         """The names of what shares memory with values of these names, or does where strides are others than here."""

@@ -47,6 +47,14 @@ def _unread(body: ast.FunctionDef) -> tuple[tuple[int, str], ...]:
     return tuple(sorted((node.lineno, node.id) for node in stored if node.id not in read))
 
 
+def _loops(body: ast.FunctionDef) -> Iterator[ast.For]:
+    return (node for node in ast.walk(body) if isinstance(node, ast.For))
+
+
+def _last(node: ast.For) -> int:
+    return node.end_lineno or node.lineno
+
+
 @dataclass(frozen=True, slots=True)
 class Statement:
     """A statement of a body that calls one function at most, from its `first` line to its `last`.
@@ -96,7 +104,8 @@ class Body:
     """A body's text (with all that it calls), and whether what it returns may depend on the size of the whole batch.
 
     One that `communicates` takes the world before all else; `operands` are the names of what its collectives on values
-    are given, by line of the body, `unread` the names of values that it makes for nothing, by line of the source.
+    are given, by line of the body. `loops` are the first and last lines of those over chunks, by line of the body.
+    `unread` has the names of values that it makes for nothing, by line of the source, if it has either.
     `statements` are its simple ones, `last_reads` where each name is read last; both count lines from the body's first.
     """
 
@@ -107,6 +116,7 @@ class Body:
     unread: tuple[tuple[int, str], ...] = ()
     statements: tuple[Statement, ...] = ()
     last_reads: Mapping[str, int] = field(default_factory=dict)
+    loops: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,15 +139,16 @@ def parse(source: str, name: str) -> Parsed:
         alone = functions.isdisjoint({*words} - {node.name})
         # Every body has B among its formals; the prologue begins with it.
         reads_whole = node.name == PROLOGUE or not alone or words.count("B") > 1
-        operands, unread = (tuple(_operands(node)), _unread(node)) if _communicates(node) else ((), ())
+        loops = tuple((each.lineno - node.lineno, _last(each) - node.lineno) for each in _loops(node))
         bodies[node.name] = Body(
             text if alone else source,
             reads_whole,
             _communicates(node),
-            operands,
-            unread,
+            tuple(_operands(node)) if _communicates(node) else (),
+            _unread(node) if loops or _communicates(node) else (),
             tuple(_statements(node)),
             _last_reads(node),
+            loops,
         )
     return Parsed(compile(tree, name, "exec"), bodies)
 

@@ -28,7 +28,8 @@ class Recording:
     counts the events before that.
     `calls` has every call of a body, in order; a result says which of them it comes from (`Spec.call`). `kept` has the
     line of everything put in a store and not taken out again, and of every list taken out and not emptied; `stored`
-    counts what was put in. `unread` has what bodies that exchange values make and never read: line and name, by body.
+    counts what was put in. `unread` has what bodies that exchange values or have loops make and never read: line and
+    name, by body.
     """
 
     names: Mapping[str, Any]

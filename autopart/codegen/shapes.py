@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from autopart import _torch
+from autopart.codegen.coverage import Coverage
 from autopart.codegen.exchange import Exchange, ExchangeWorld
 from autopart.codegen.overwriting import Overwriting
 from autopart.codegen.parsed import Body, Parsed, parse
@@ -107,8 +109,11 @@ def _on_shapes(
         given = tuple(_empty(arg, device) for arg in args)
         overwriting = Overwriting(body, code, given)
         world = ExchangeWorld(places, dict(body.operands), code.co_filename, code.co_firstlineno, overwriting.lend)
-        with overwriting:
+        coverage = Coverage(code.co_filename, code.co_firstlineno, body.loops, given) if body.loops else None
+        with overwriting, coverage or nullcontext():
             made = function(*((world,) if body.communicates else ()), *given)
+        if coverage is not None:
+            coverage.check()
         return made, tuple(world.noted)
 
     with torch.no_grad():

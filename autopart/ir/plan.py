@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
@@ -105,6 +105,9 @@ class Plan:
     lengths: tuple[int, ...] = ()  # the tokens of each; without them, as even as can be
     precision: str | None = None  # what predicted memory takes the optimizer to keep, one of `PRECISIONS`
     front: int = 0  # in a loop that computes the first stages, which train nothing, a batch ahead: how many these are
+    chunks: tuple[
+        tuple[str, int], ...
+    ] = ()  # (pattern of modules, chunks of their tokens at most), the first match holds
     helpers: tuple[int, ...] = ()  # the further pp ranks that hold these stages, to compute them where they would wait
     alternatives: tuple[Alternative, ...] = ()  # the runners-up, one for each kind of choice
     facts: tuple[SegmentFact, ...] = ()  # what segments cost at the plan's microbatches, equal ones together
@@ -165,11 +168,17 @@ class Plan:
             raise ValueError("plan: the input embedding is split over the pipeline ranks where the output layer is")
         if self.slices < 1 or len(self.lengths) not in (0, self.slices):
             raise ValueError(f"plan: {self.slices} slices of the sequence cannot have the lengths {self.lengths}")
+        check_chunks(self.chunks)
         known = all(0 <= rank < len(columns) and rank != self.place[0] for rank in self.helpers)
         if not (known and 0 <= self.front < len(self.stages) and (self.front or not self.helpers)):
             raise ValueError(
                 f"plan: the pp ranks {self.helpers} cannot compute the first {self.front} stages for rank "
                 f"{self.place[0]}"
+            )
+        if self.chunks and (self.slices > 1 or self.tensor is not None or self.barriers or self.front):
+            raise ValueError(
+                f"chunks: they are not done yet beside {plan_text.schedule(self.schedule)} on a mesh of {self.mesh}: "
+                "pin schedule='1f1b', say, on a mesh of pp and dp, or leave chunks out"
             )
         if self.slices > 1 and self.tensor is not None:
             raise ValueError(
@@ -283,6 +292,29 @@ class Plan:
     def load(cls, path: str | os.PathLike[str]) -> Plan:
         """Read a plan from a JSON file; ValueError names the file and what is wrong with it."""
         return _document().load(path)
+
+
+def check_chunks(chunks: Sequence[tuple[str, int]]) -> None:
+    """Raise TypeError or ValueError unless these are patterns of module names, each with at least 2 chunks."""
+    for pattern, count in chunks:
+        if not isinstance(pattern, str) or isinstance(count, bool) or not isinstance(count, int):
+            raise TypeError(
+                f"chunks: expected module names with how many chunks their tokens are computed in, such as "
+                f"{{'lm_head': 8}}, not {pattern!r}: {count!r}"
+            )
+        if count < 2:
+            raise ValueError(f"chunks: {pattern!r} in {count} chunks; pin at least 2, or leave it out")
+
+
+def pinned_chunks(chunks: Mapping[str, int] | None) -> tuple[tuple[str, int], ...]:
+    """A `chunks` pin as a plan has it. Raises TypeError or ValueError for what is none."""
+    if chunks is None:
+        return ()
+    if not isinstance(chunks, Mapping):
+        raise TypeError(f"chunks: expected a mapping such as {{'lm_head': 8, 'h.*.mlp': 4}}, not {chunks!r}")
+    made = tuple(chunks.items())
+    check_chunks(made)
+    return made
 
 
 def _document() -> Document[Plan]:

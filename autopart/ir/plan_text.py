@@ -62,6 +62,11 @@ def rules(placements: Sequence[tuple[str, Placement]]) -> str:
     return "; ".join(f"{pattern}: {placement}" for pattern, placement in placements)
 
 
+def in_chunks(chunks: Sequence[tuple[str, int]]) -> str:
+    """What is computed in chunks, in a line."""
+    return ", ".join(f"{pattern}: {count}" for pattern, count in chunks)
+
+
 def summary(plan: Plan) -> str:
     """Choices, a table with a row a stage, and predictions."""
     predicted = plan.prediction
@@ -81,6 +86,7 @@ def summary(plan: Plan) -> str:
         f" of a batch of {plan.batch}",
         f"placement {rules(plan.placements)}",
         *([f"recompute {spans(plan.recompute, plan.segments)}"] if plan.recompute else []),
+        *([f"in chunks {in_chunks(plan.chunks)}"] if plan.chunks else []),
         *inside(plan),
         *_on_host(plan),
         *(f"another copy of the model has its stages on the pipeline ranks {copy}" for copy in plan.mirrors),
@@ -121,6 +127,7 @@ def _flat(plan: Plan) -> dict[str, str]:
         del facts[each]
     facts["schedule"] = plan.schedule.replace("\n", " | ")
     facts["placement"] = rules(plan.placements)
+    facts["chunks"] = in_chunks(plan.chunks) or "none"
     facts["recompute"] = ", ".join(plan.recompute) or "nothing"
     for tensor in plan.axes_inside:
         facts |= {f"{tensor.axis} {name}": str(how) for name, how in (*tensor.parameters, *tensor.between)}

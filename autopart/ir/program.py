@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import torch
 
 SCHEMA = "autopart.program"
-VERSION = 2
+VERSION = 3
 
 
 @dataclass(frozen=True, slots=True)

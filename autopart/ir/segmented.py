@@ -8,17 +8,22 @@ from dataclasses import dataclass, field, replace
 from autopart.ir.action import Kind
 from autopart.ir.captured import Captured
 from autopart.ir.graph import Node, Value
+from autopart.ir.loop import Loop
 from autopart.ir.placement import TensorPlacement
 from autopart.ir.state import Piece
 
 
 @dataclass(frozen=True, slots=True)
 class Function:
-    """A straight piece of graph under local names: `inputs` in order to `outputs` in order."""
+    """A straight piece of graph under local names: `inputs` in order to `outputs` in order.
+
+    `loops` say which runs of its nodes are run chunk after chunk, in order.
+    """
 
     inputs: tuple[Value, ...]
     nodes: tuple[Node, ...]
     outputs: tuple[str, ...]
+    loops: tuple[Loop, ...] = ()
 
 
 def defined(function: Function) -> dict[str, Value]:

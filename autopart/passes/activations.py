@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import starmap
 
+from autopart.codegen.chunks import on_their_own
 from autopart.codegen.stages import stage_edges, stores_of
 from autopart.ir.action import COMPUTE, Kind, Scheduled
 from autopart.ir.segmented import Phase, defined
@@ -99,7 +100,7 @@ class _Local:
 
     @classmethod
     def of(cls, phase: Phase, batch: int) -> _Local:
-        values, root = defined(phase.function), roots(phase.function.nodes)
+        values, root = defined(phase.function), roots(on_their_own(phase.function))
 
         def sized(names: Iterable[str]) -> tuple[tuple[str, int], ...]:
             found = (root.get(name, name) for name in names)

@@ -15,6 +15,7 @@ from math import lcm
 from operator import mul
 from typing import Any
 
+from autopart.codegen.chunks import in_chunks, on_their_own
 from autopart.codegen.exchange import exchanges
 from autopart.ir.captured import Captured
 from autopart.ir.cost import SegmentCost, Tied, batch_symbol
@@ -89,7 +90,7 @@ def _without_parameters(
     incoming = body.forward.inputs[: len(origins)]
     held = {value.name for value in body.forward.inputs[len(origins) :]}  # buffers and parameters
     held |= {value.name for value, copied in zip(incoming, origins, strict=True) if copied is False}
-    values, root = defined(body.forward), roots(body.forward.nodes)
+    values, root = defined(body.forward), roots(on_their_own(body.forward))
     kept = dict.fromkeys(root.get(name, name) for name in body.saved)
     return SegmentCost(
         name=segment.name,
@@ -146,10 +147,14 @@ def _stash(body: Body, cut: Halves | None, held: Set[str]) -> Expression:
 
 
 def recomputed(body: Body) -> tuple[Value, ...]:
-    """What a backward makes again of its forward and then reads, a value a storage: it lives within the backward."""
+    """What a backward makes again of its forward and then reads, a value a storage: it lives within the backward.
+
+    Of what it makes in chunks there is one at a time, counted as the longest.
+    """
     if body.backward is None:
         return ()
-    nodes, values, root = body.backward.nodes, defined(body.backward), roots(body.backward.nodes)
+    nodes = (*in_chunks(body.backward),)
+    values, root = defined(replace(body.backward, nodes=nodes)), roots(nodes)
     again = {name for node in nodes if not node.backward for name in node.names()}
     read = (name for node in nodes if node.backward for name in node.refs() if name in again)
     return tuple(values[name] for name in dict.fromkeys(root.get(name, name) for name in read) if name in again)

@@ -67,9 +67,10 @@ def check_recompute(segmented: Segmented, plan: Plan) -> None:
     if not overlaps(plan.schedule) or is_table(plan.schedule):
         return
     made = build(plan.schedule, ranks=plan.mesh.degree("pp"), microbatches=plan.microbatches)
-    if made.weights is Weights.CURRENT and recompute(segmented, plan.recompute).bodies != segmented.bodies:
+    again = plan.chunks or recompute(segmented, plan.recompute).bodies != segmented.bodies
+    if made.weights is Weights.CURRENT and again:
         raise CaptureError(
             f"train_loop: {plan.schedule!r} keeps no older weights, so what a backward recomputes would not be what "
             "its forward computed; '2bw' and 'pipedream' keep them, or leave recomputation out (recompute=False, no "
-            "torch.utils.checkpoint)"
+            "torch.utils.checkpoint, no chunks)"
         )

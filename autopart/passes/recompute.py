@@ -11,20 +11,25 @@ saved too, as in eager. Copies that nothing needs are dropped.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Set
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 from autopart.ir.graph import Node
 from autopart.ir.plan import Plan
 from autopart.ir.plan_text import spans
 from autopart.ir.segmented import Body, Function, Segment, Segmented, defined
 
+Kept = Mapping[int, frozenset[str]]
+"""By the number of a body, the local names of what its forward makes that is saved rather than made again."""
 
-def recompute(segmented: Segmented, names: Iterable[str] = ()) -> Segmented:
+
+def recompute(segmented: Segmented, names: Iterable[str] = (), *, kept: Kept = MappingProxyType({})) -> Segmented:
     """The step in which the segments called `names` and the user's checkpoint regions are recomputed.
 
-    A node that reads a buffer which the step updates is not: by then the buffer may have changed. Names that this step
-    has no segment for are left out (a forward-only program of the same plan recomputes nothing).
+    What is `kept` is not, but saved where a backward reads it. Nor is a node that reads a buffer which the step
+    updates: by then the buffer may have changed. Names that this step has no segment for are left out (a forward-only
+    program of the same plan recomputes nothing).
     """
     names, updated = set(names), _updated(segmented)
     made: dict[object, _Made] = {}
@@ -35,7 +40,7 @@ def recompute(segmented: Segmented, names: Iterable[str] = ()) -> Segmented:
         moving = frozenset(value.name for value, name in incoming if name in updated)
         keys.append((segment.body, whole, moving))
         if keys[-1] not in made:
-            made[keys[-1]] = _recomputing(body, segment, whole, moving)
+            made[keys[-1]] = _recomputing(body, segment, whole, moving, kept.get(segment.body, frozenset()))
     numbers = {key: number for number, key in enumerate(made)}
     segments = tuple(
         made[key].reading(segment if segment.body == numbers[key] else replace(segment, body=numbers[key]))
@@ -94,11 +99,11 @@ def _updated(segmented: Segmented) -> set[str]:
     return {item.value.name for item in segmented.captured.of_kind("buffer") if item.target in targets}
 
 
-def _recomputing(body: Body, segment: Segment, whole: bool, updated: Set[str]) -> _Made:
+def _recomputing(body: Body, segment: Segment, whole: bool, updated: Set[str], kept: Set[str]) -> _Made:
     """The body with its regions recomputed; as it is where there is nothing to recompute."""
     if body.backward is None:
         return _Made(body)
-    copies, needed = _copies(body, whole, updated)
+    copies, needed = _copies(body, whole, updated, kept)
     if not copies:
         return _Made(body)
     forward, backward = body.forward, body.backward
@@ -125,7 +130,7 @@ def _recomputing(body: Body, segment: Segment, whole: bool, updated: Set[str]) -
     return _Made(replace(body, saved=tuple(saved), backward=function), tuple(fixed), tuple(parameters))
 
 
-def _copies(body: Body, whole: bool, updated: Set[str]) -> tuple[dict[int, list[Node]], set[str]]:
+def _copies(body: Body, whole: bool, updated: Set[str], kept: Set[str]) -> tuple[dict[int, list[Node]], set[str]]:
     """What to run again in the backward, by region, and every value that the backward then still takes from outside."""
     assert body.backward is not None
 
@@ -137,6 +142,7 @@ def _copies(body: Body, whole: bool, updated: Set[str]) -> tuple[dict[int, list[
         for node in body.forward.nodes
         if region(node) >= 0 and updated.isdisjoint(node.refs())
         for name in node.names()
+        if name not in kept
     }
     wanted: set[str] = set()
     needed = set(body.backward.outputs)

@@ -6,7 +6,7 @@ after:  add = aten.add.out(x, view, out=view)
 A step then holds less at a time, and touches less. Values stay bit for bit, and so do strides: the operand
 is as large as the result, of its dtype, and both are row-major. Memory that was given to a function, that it keeps or
 returns under another name, or that a collective has been handed, is not written over; nor is what does not grow with
-the batch, which is small.
+the batch, which is small. What is made in chunks is there for one at a time, and is left as it is.
 
 Values that pass between functions are row-major where every function makes them so.
 """
@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import replace
 
+from autopart.codegen.chunks import on_their_own
 from autopart.collectives import is_collective
 from autopart.ir.action import Kind
 from autopart.ir.graph import Node, Size, Value
@@ -55,7 +56,7 @@ def in_place(function: Function, kept: Iterable[str], ordered: Set[str]) -> Func
 
     Of its inputs those in `ordered` are row-major.
     """
-    values, known, root = defined(function), _row_majors(function, ordered), roots(function.nodes)
+    values, known, root = defined(function), _row_majors(function, ordered), roots(on_their_own(function))
     last = _last_uses(function, (*function.outputs, *kept), root)
     whole = _whole(function, root)
 
@@ -66,10 +67,11 @@ def in_place(function: Function, kept: Iterable[str], ordered: Set[str]) -> Func
         alone = {other for other in node.refs() if root.get(other, other) == storage} == {name}
         return alike and alone and name in whole and last[storage] == place
 
-    nodes = []
+    nodes, looped = [], {place for loop in function.loops for place in range(loop.start, loop.stop)}
     for place, node in enumerate(function.nodes):
         out = node.outs[0]
-        if node.single and out is not None and any(isinstance(size, Size) for size in out.shape):
+        grows = out is not None and any(isinstance(size, Size) for size in out.shape)
+        if node.single and out is not None and grows and place not in looped:
             found = (overwriting(node, name) for name in dict.fromkeys(node.refs()) if free(name, place, node, out))
             node = next((made for made in found if made is not None), node)
         nodes.append(node)

@@ -149,7 +149,7 @@ class Slices:
 
     def span(self, tokens: Tokens | Loop) -> tuple[int, int]:
         """This slice's tokens among the first so many: their places."""
-        start, end = (min(at, tokens.length) for at in self.starts[self.slice : self.slice + 2])
+        start, end = (min(at, tokens.number) for at in self.starts[self.slice : self.slice + 2])
         return start, end
 
     def _local(self, size: Dim, tokens: Tokens | Loop) -> Dim:

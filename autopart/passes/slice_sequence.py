@@ -67,7 +67,7 @@ def slice_sequence(segmented: Segmented, slices: int, lengths: Sequence[int] = (
 
 def _check_last(known: Dependence, lengths: Sequence[int]) -> None:
     """Refuse a last slice without tokens where the model takes only the first so many."""
-    shortest = min(fact.tokens.length for fact in known.facts.values() if fact.how is How.CUT and fact.tokens)
+    shortest = min(fact.tokens.number for fact in known.facts.values() if fact.how is How.CUT and fact.tokens)
     if sum(lengths[:-1]) >= shortest:
         raise ValueError(
             f"schedule: the model goes on with the first {shortest} of {known.length} tokens, of which the last of "

@@ -16,7 +16,7 @@ recomputes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autopart.ir.action import Kind, Schedule
@@ -37,6 +37,7 @@ def split_backward(staged: Staged, schedule: Schedule, *, samples: int) -> Stage
     )
     if not any(Kind.I in kinds for kinds in backwards):
         return staged
+    _check_whole(staged, schedule, backwards)
     numbers: dict[tuple[int, _Wish | None], int] = {}
     made: list[Body] = []
     stages = []
@@ -58,6 +59,18 @@ def split_backward(staged: Staged, schedule: Schedule, *, samples: int) -> Stage
     )
     sharded = replace(staged.sharded, segmented=whole, inside=inside)
     return replace(staged, sharded=sharded, stages=tuple(stages), backwards=backwards)
+
+
+def _check_whole(staged: Staged, schedule: Schedule, backwards: Sequence[tuple[Kind, ...]]) -> None:
+    """Refuse chunks in a backward in two: what W needs of them would have to be kept of all."""
+    for row, kinds in zip(staged.stages, backwards, strict=True):
+        for body in (staged.segmented.bodies[segment.body] for segment in row if Kind.I in kinds):
+            if body.backward is not None and body.backward.loops:
+                raise ValueError(
+                    f"chunks: {body.backward.loops[0].module} is computed in chunks, but the schedule "
+                    f"{schedule.name!r} has its backward in two, and what the second needs would be kept "
+                    "of all chunks; pin a schedule of whole backwards, such as '1f1b', or leave it out of chunks"
+                )
 
 
 def halves(body: Body, segment: Segment, *, samples: int) -> Halves | None:

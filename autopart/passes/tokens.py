@@ -55,8 +55,14 @@ class Tokens:
     """Where the tokens are in a value: the first `length` of them in dim `dim`, in a row for each of `outer` places."""
 
     dim: int
-    length: int
+    length: Dim
     outer: Dim = 1
+
+    @property
+    def number(self) -> int:
+        """The length of what does not move with the batch."""
+        assert isinstance(self.length, int)
+        return self.length
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +70,14 @@ class Loop:
     """A loop of an operator over the first `length` tokens: factor number `factor`, as ``outer x length x rest``."""
 
     factor: int
-    length: int
+    length: Dim
     outer: Dim = 1
+
+    @property
+    def number(self) -> int:
+        """The length of what does not move with the batch."""
+        assert isinstance(self.length, int)
+        return self.length
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +139,7 @@ def depend(captured: Captured) -> Dependence:
         treatments.append(walk.node(node))
     if not any(treatment.causal for treatment in treatments):
         raise CaptureError(_NOTHING)
-    longest = max(fact.tokens.length for fact in walk.facts.values() if fact.how is How.CUT and fact.tokens)
+    longest = max(fact.tokens.number for fact in walk.facts.values() if fact.how is How.CUT and fact.tokens)
     return Dependence(longest, walk.facts, tuple(treatments))
 
 

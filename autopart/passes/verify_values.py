@@ -178,11 +178,12 @@ def _check_exchanges(text: Text, call: Call, wanted: Sequence[Exchange]) -> None
 
 
 def _check_read(text: Text, call: Call, unread: frozenset[str]) -> None:
-    """A layer that exchanges values makes use of all that its graph makes use of: no place's part is left out."""
+    """A layer uses all that its graph uses: no place's part is left out, no chunk's."""
     for line, name in text.recording.unread.get(call.function, ()):
         if name not in unread:
             where = f"{text.during(call.within)}, {call.function} ({text.where(line)})"
-            raise fault("values", where, f"{name} is never read", "use what is exchanged, and what is made of it")
+            remedy = "use what is exchanged, what is made of it, and what a chunk adds"
+            raise fault("values", where, f"{name} is never read", remedy)
 
 
 def _check_event(text: Text, event: Event, known: Values, names: _Names) -> None:

@@ -12,7 +12,8 @@ from autopart.cluster import Cluster
 from autopart.ir.action import Schedule
 from autopart.ir.cost import SegmentCost
 from autopart.ir.mesh import Mesh
-from autopart.ir.plan import Plan, Prediction, Stage, stage_ranks
+from autopart.ir.plan import Plan, Prediction, Stage, pinned_chunks, stage_ranks
+from autopart.ir.plan_text import in_chunks
 from autopart.ir.plan_text import schedule as written
 from autopart.ir.tensor_plan import TensorPlan
 from autopart.solver.alternatives import alternatives, facts
@@ -28,7 +29,7 @@ from autopart.solver.schedule import Chosen, search
 from autopart.solver.search import Solved, check_schedule, exchanged_seconds, first_fit, flush, stage_seconds
 from autopart.solver.space import Space
 from autopart.solver.split import solve_split
-from autopart.solver.variants import Costed, Degrees
+from autopart.solver.variants import Chunked, Costed, Degrees
 
 OBJECTIVES = {
     "time": "predicted step time",
@@ -52,6 +53,7 @@ def choose(
     memory: str | int | None = None,
     recompute: bool | Sequence[str] | None = None,
     offload: bool = False,
+    chunks: Mapping[str, int] | None = None,
     recomputed: Sequence[SegmentCost] | None = None,
     optimizer_ratio: float = 2.0,
     precision: str | None = None,
@@ -63,6 +65,7 @@ def choose(
     time_limit: float | None = None,
     progress: Progress = lambda done, count: None,
     degrees: Degrees = MappingProxyType({}),
+    chunked: Chunked = MappingProxyType({}),
     looks_up: bool = False,
 ) -> Plan:
     """The plan for a model of these segments and a batch of `batch` samples.
@@ -90,14 +93,16 @@ def choose(
     segment at a time: a placement pattern holds for a segment if it matches its name or a module around it.
     `recompute` pins that: True, False, or modules whose segments are recomputed; `recomputed` has what every segment
     costs when it is (by default as much as it does anyway). With `offload` the optimizer, or optimizer and gradients,
-    may be on the hosts, where that is fastest of what fits; programs do not do that yet.
+    may be on the hosts, where that is fastest of what fits; programs do not do that yet. `chunks`, modules whose tokens
+    are computed chunk after chunk, are noted in the plan; the costs are with them.
     `optimizer_ratio` is bytes of optimizer state per byte of trainable parameter, of which `precision` is only noted in
     the plan. With a `mesh` that splits tensors inside segments the costs are those of one place, `tensor` is what was
     decided there, and `others` is what else comes into question: what is decided then, and what segments cost, plain
     and recomputed. `degrees` has such, by tensor degree, for a mesh that is free; with a pinned one, and without a
-    `cluster`, it is asked only for ways out where nothing fits. With `looks_up` the first of the costs are of a lookup
-    in the input embedding, which is split over the pipeline ranks as the output layer is, the last of them. `progress`
-    is told how many tensor degrees are done, of how many, and then how many settings.
+    `cluster`, it is asked only for ways out where nothing fits, as `chunked` is, for modules in chunks. With `looks_up`
+    the first of the costs are of a lookup in the input embedding, which is split over the pipeline ranks as the output
+    layer is, the last of them. `progress` is told how many tensor degrees are done, of how many, and then how many
+    settings.
 
     Raises ValueError or TypeError naming a bad argument; `PlanInfeasible` where nothing fits, with the stage that needs
     most, by state, the pins that contradict each other, and single changes that make it fit.
@@ -127,6 +132,7 @@ def choose(
             "tensor": tensor,
             "others": others,
             "degrees": degrees,
+            "chunked": chunked,
             "looks_up": looks_up,
             "offload": offload,
         },
@@ -148,6 +154,9 @@ def choose(
     if plan is None:
         nearest = space.request if space.single or not request.free else request.recomputing()
         raise infeasible(nearest, question.given, partial(question.keeping, devices=request.devices))
+    pinned = pinned_chunks(chunks)
+    told = (f"in chunks {in_chunks(pinned)}: pinned",) if pinned else ()
+    plan = replace(plan, chunks=pinned, notes=(*plan.notes, *told))
     return replace(plan, precision=precision, fingerprint=fingerprint, took=time.monotonic() - began)
 
 

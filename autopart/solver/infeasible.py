@@ -131,6 +131,7 @@ def remedies(request: Request, nearest: Solved) -> Iterator[str]:
         _placements(request),
         _recompute(request),
         _offload(request),
+        _chunks(request),
         _microbatches(request),
         _schedules(request),
         _stages(request),
@@ -176,6 +177,13 @@ def _offload(request: Request) -> Changes:
     """The optimizer on the host, or gradients too, also where the search may not use it."""
     if request.cluster.host and request.offloading() != request:
         yield "offload=True (to plan with; programs do not do it yet)", request.offloading()
+
+
+def _chunks(request: Request) -> Changes:
+    """The output layer in chunks, in as few as will do."""
+    for text, find in request.chunked:
+        if variants := find():
+            yield text, replace(request, variants=variants, number=0)
 
 
 def _microbatches(request: Request) -> Changes:

@@ -20,7 +20,7 @@ from autopart.schedules.lookups import looking_up
 from autopart.schedules.spell import AUTO, is_table, splits_output
 from autopart.solver.counts import WHOLE, check_counts
 from autopart.solver.presets import Pinned, Rules, alternatives, check_host, offloaded
-from autopart.solver.variants import Costed, Degrees, Variant
+from autopart.solver.variants import Chunked, Costed, Degrees, Variant
 
 LEAN = ("1f1b", "v1f1b", "vhalf", "vmin", *(f"{name}(chunks={v})" for v in (3, 4) for name in ("interleaved", "bfs")))
 """Of the schedules that are searched, those which hold little, for each number of stages a rank: they say whether
@@ -46,6 +46,7 @@ class Pins(TypedDict, total=False):
     memory: str | int | None
     recompute: bool | Sequence[str] | None
     offload: bool
+    chunks: Mapping[str, int] | None
     precision: str | None
     objective: str
     time_limit: float | None
@@ -79,6 +80,8 @@ class Request:
     output: SegmentCost | None = None  # the output layer, where the schedule splits it over the pipeline ranks
     lookup: SegmentCost | None = None  # that in the input embedding, where it is split over them too
     free: bool = False  # whether the solver chooses what is recomputed
+    # what finds variants with modules in chunks, by the argument that asks for them
+    chunked: tuple[tuple[str, Callable[[], tuple[Variant, ...]]], ...] = ()
     number: int = 0
 
     @property
@@ -196,6 +199,7 @@ def resolve(
     tensor: TensorPlan | None = None,
     others: Sequence[Costed] = (),
     degrees: Degrees = MappingProxyType({}),
+    chunked: Chunked = MappingProxyType({}),
     looks_up: bool = False,
     offload: bool = False,
 ) -> Request:
@@ -240,6 +244,7 @@ def resolve(
         free=recompute is None,
         degrees={degree: partial(_variants, find, variant) for degree, find in degrees.items()},
         wide=wide,
+        chunked=tuple((text, partial(_variants, find, variant)) for text, find in chunked.items()),
     )
     _check_inside(request)
     check_counts(request)

@@ -15,6 +15,9 @@ Costed = tuple[TensorPlan | None, Sequence[SegmentCost], Sequence[SegmentCost]]
 Degrees = Mapping[int, Callable[[], Sequence[Costed]]]
 """By tensor degree, what finds the placements that come into question there. It is called where they can be of use."""
 
+Chunked = Mapping[str, Callable[[], Sequence[Costed]]]
+"""By the argument that asks for it, what finds the costs with some module in chunks. It is called for ways out."""
+
 
 @dataclass(frozen=True, slots=True)
 class Variant:
