@@ -130,7 +130,10 @@ FAULTS = {
         "m = x @ w\nreturn aten.mul.Tensor(aten.tanh.out(m, out=m), m)",
         "amid other things; give it a line of its own",
     ),
-    "in a loop": ("m = x @ w\nfor i in range(2): y = m.tanh_()\nreturn y", "amid other things"),
+    "in a loop": (
+        "m = x @ w\nfor i in range(2): y = m.tanh_()\nreturn y",
+        "m is written over in a loop, the next turn of which needs it",
+    ),
     "elements that are read after that": (
         "m = x @ w\ny = aten.cumsum.out(m, 0, out=m)\nreturn y",
         "aten.cumsum.out reads of m what it has written over",
