@@ -271,3 +271,11 @@ def test_several_schedules_are_looked_at_where_a_cluster_is_given_and_the_mesh_i
     auto = choose(costs, cluster=CLUSTER, schedule="auto", batch=8, devices=4)
     assert auto.prediction.step_seconds <= plan.prediction.step_seconds * (1 + 1e-9)
     assert f"under {len(PORTFOLIO)} schedules of up to {LONGEST} actions" in auto.optimality
+
+
+def test_stages_begin_with_parameters_where_few_segments_have_some() -> None:
+    """Of the 9 places that there are for 7 cuts, as many are left for the stages that come later."""
+    bare = {2, 6, 10}
+    costs = [layer(f"h.{i}", parameters=0 if i in bare else MIB, saved=MIB) for i in range(13)]
+    plan = choose(costs, batch=10, mesh={"pp": 4}, microbatches=5, schedule="interleaved", cluster=CLUSTER)
+    assert len(plan.stages) == 8 and not {f"h.{i}" for i in bare} & {*plan.cuts}

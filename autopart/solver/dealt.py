@@ -89,9 +89,9 @@ class Held:
 
     def reaches(self) -> bool:
         """Whether a split may fit: whether each stage could, if it were alone on its rank."""
-        start, segments = 0, self.stages.table.segments
+        start, segments, search = 0, self.stages.table.segments, Search(self.stages, self.pipe, inf)
         for stage in range(len(self.place)):
-            ends = self.plain.stops(stage, start)
+            ends = search.ends(stage, start)
             fitting = bisect_left(ends, True, key=lambda stop, k=stage, i=start: not self._alone(k, i, stop))  # type: ignore[misc]
             if not fitting:
                 return False
