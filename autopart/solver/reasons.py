@@ -55,7 +55,7 @@ def _schedules(space: Space) -> str:
     """The schedules of a space, and what was left out of it."""
     request = space.request
     if not request.searched:
-        return schedule(request.schedules[0])
+        return schedule(request.schedules[0]).removeprefix("by ")
     known = dict.fromkeys(each.text for each in space.settings if each.mesh.degree("pp") > 1)
     names = ", ".join(text for text in request.schedules if text in known)
     return f"{len(known)} schedules of up to {LONGEST} actions ({names})" if len(known) > 1 else names
