@@ -42,7 +42,7 @@ def meshes(devices: int) -> list[dict[str, int]]:
 )
 def test_no_pinned_mesh_is_better(name: str, devices: int, cluster: Cluster) -> None:
     segmented = made(name)[2]
-    free = solve(segmented, devices=devices, cluster=cluster)
+    free = solve(segmented, devices=devices, cluster=cluster, schedule="1f1b")
     pinned = {
         tuple(mesh.items()): solve(segmented, mesh=mesh, cluster=cluster).prediction.step_seconds
         for mesh in meshes(devices)

@@ -23,7 +23,7 @@ from autopart.ir.placement import PRESETS
 from autopart.ir.plan import Plan
 from autopart.ir.tensor_plan import TensorPlan
 from autopart.solver import choose
-from autopart.solver.cut import _Search
+from autopart.solver.cut import Search
 from autopart.solver.flush import Flush
 from autopart.solver.pareto import front
 from autopart.solver.request import resolve
@@ -304,7 +304,7 @@ def test_bounds_of_many_splits_are_below_all_of_them() -> None:
             )
         )
         (setting,) = space.settings
-        search = _Search(space.stages(setting, None), space.pipe(setting), float("inf"))
+        search = Search(space.stages(setting, None), space.pipe(setting), float("inf"))
         found = space.best(setting)
         assert found is not None and found.cut is not None
         assert max(space.bound(setting), search.bound(search.slowest(), 0)) <= found.cut.step
@@ -339,7 +339,7 @@ def test_bounds_hold_where_memory_asks_for_recomputation(model: Model, devices: 
         if found is None or found.cut is None:
             assert space.least(setting) > request.memory
             continue
-        search = _Search(stages, space.pipe(setting), float("inf"))
+        search = Search(stages, space.pipe(setting), float("inf"))
         slowest = search.slowest()
         assert slowest <= found.cut.slowest and space.peak(setting, found.cut) <= request.memory
         longest = found.cut.step / setting.microbatches
@@ -382,7 +382,7 @@ def test_the_bound_holds_where_another_split_needs_less_recomputation() -> None:
     (setting,) = space.settings
     found = space.best(setting)
     assert found is not None and found.cut is not None
-    search = _Search(space.stages(setting, space.request.memory), space.pipe(setting), float("inf"))
+    search = Search(space.stages(setting, space.request.memory), space.pipe(setting), float("inf"))
     slowest = search.slowest()
     assert slowest < found.cut.slowest
     assert search.bound(slowest, search.more(found.cut.step / 2)) <= found.cut.step

@@ -149,9 +149,11 @@ def test_degrees_are_looked_at_where_a_cluster_is_given() -> None:
     found = choose(gpt(), degrees=degrees_of(), **PINS)
     assert found.mesh.degree("tp") > 1 and found.tensor == inside(found.mesh.degree("tp"))
     assert "tensor degrees 1, 2 and 4 with 2 placements inside segments" in found.optimality
-    for pins in ({"cluster": None}, {"mesh": {"pp": 2, "dp": 2}}, {"schedule": "interleaved"}):
+    for pins in ({"cluster": None}, {"mesh": {"pp": 2, "dp": 2}}):
         plan = choose(gpt(), degrees=degrees_of(), **{**PINS, **pins})
         assert plan.tensor is None and "tensor degree" not in plan.optimality
+    several = choose(gpt(), degrees=degrees_of(), schedule="interleaved", **PINS)
+    assert several.tensor is not None and "tensor degrees 1, 2 and 4" in several.optimality
     dear = choose(gpt(), degrees=degrees_of(exchange=10**12), **PINS)
     assert dear.tensor is None and "tensor degrees 1, 2 and 4" in dear.optimality
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import takewhile
 from types import MappingProxyType
 from typing import Any, Unpack
 
@@ -56,7 +57,7 @@ from autopart.passes.split_backward import split_backward
 from autopart.passes.split_input import can_split
 from autopart.passes.unruled import unruled
 from autopart.passes.verify import verify
-from autopart.schedules.spell import AUTO, splits_output
+from autopart.schedules.spell import splits_output
 from autopart.solver.choose import choose
 from autopart.solver.refine import reason, refine
 from autopart.solver.request import Pins
@@ -158,6 +159,7 @@ def _chosen(
         others=others,
         degrees=degrees,
         chunked={} if decided is not None else chunking.ways_out(segmented, pins),
+        families=True,
         **pins,
     )
 
@@ -203,7 +205,7 @@ def planned(captured: Captured, *, batch: int | None = None, inputs: str = "glob
         return whole
     finer = solve(segment(captured, cuts=cuts), batch=batch, inputs=inputs, **kept)
     # Mesh, placement and microbatches, and a schedule that was searched for, were chosen for the whole segments.
-    where_from = whole.notes[: 4 if pins.get("schedule") == AUTO else 3]
+    where_from = takewhile(lambda note: not note.startswith("recompute "), whole.notes)
     notes = (*where_from, *finer.notes[3:], reason(whole, finer))
     return replace(finer, notes=notes, alternatives=whole.alternatives, took=whole.took + finer.took)
 

@@ -1,4 +1,8 @@
-"""The runners-up of a plan: for each kind of choice the best plan that chooses otherwise, found by the same search."""
+"""The runners-up of a plan: for each kind of choice the best plan that chooses otherwise, found by the same search.
+
+Those of the mesh, the placement and the number of microbatches are looked for under the plan's schedule and the first
+one that is looked at; another schedule, with the mesh, the placement and the number of microbatches of the plan.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,8 @@ from autopart.solver.cut import Cut
 from autopart.solver.joint import Best, best, leanest
 from autopart.solver.kinds import FEMTOSECONDS
 from autopart.solver.request import inside
-from autopart.solver.space import Setting, Space
+from autopart.solver.setting import Setting
+from autopart.solver.space import Space
 
 
 def alternatives(space: Space, chosen: Best) -> tuple[Alternative, ...]:
@@ -26,7 +31,7 @@ def alternatives(space: Space, chosen: Best) -> tuple[Alternative, ...]:
 def _mesh(space: Space, chosen: Best) -> Iterator[Alternative]:
     """Another mesh; and if that has the same tensor degree, the best with another one, where several are looked at."""
     here = inside(chosen.setting.mesh)
-    others = [each for each in space.settings if each.mesh != chosen.setting.mesh]
+    others = [each for each in _alike(space, chosen) if each.mesh != chosen.setting.mesh]
     if not others:
         return
     found = best(space, others)
@@ -35,9 +40,15 @@ def _mesh(space: Space, chosen: Best) -> Iterator[Alternative]:
         yield from _best(space, "tensor degree", [each for each in others if inside(each.mesh) != here])
 
 
+def _alike(space: Space, chosen: Best) -> list[Setting]:
+    """The settings with the schedule of the plan, or the first one that is looked at."""
+    names = chosen.setting.text, space.request.schedules[0]
+    return [each for each in space.settings if each.text in names]
+
+
 def _placement(space: Space, chosen: Best) -> Iterator[Alternative]:
     mesh, placements = chosen.setting.mesh, chosen.setting.placements
-    others = [each for each in space.settings if each.mesh == mesh and each.placements != placements]
+    others = [each for each in _alike(space, chosen) if each.mesh == mesh and each.placements != placements]
     yield from _best(space, "placement", others)
 
 
@@ -45,7 +56,7 @@ def _microbatches(space: Space, chosen: Best) -> Iterator[Alternative]:
     setting = chosen.setting
     others = [
         each
-        for each in space.settings
+        for each in _alike(space, chosen)
         if (each.mesh, each.placements) == (setting.mesh, setting.placements)
         and each.microbatches != setting.microbatches
     ]
@@ -53,9 +64,13 @@ def _microbatches(space: Space, chosen: Best) -> Iterator[Alternative]:
 
 
 def _schedule(space: Space, chosen: Best) -> Iterator[Alternative]:
-    """The other flush of whole backwards, all else the same."""
+    """Another schedule with the same mesh, placement and microbatches; of a pinned one, the other whole flush."""
     setting, other = chosen.setting, {"1f1b": "gpipe", "gpipe": "1f1b"}
-    if setting.mesh.degree("pp") > 1 and setting.text in other and not space.request.forwards_first:
+    if space.request.searched:
+        here = replace(setting, text="", order=0, variant=0)
+        others = [each for each in space.settings if replace(each, text="", order=0, variant=0) == here]
+        yield from _best(space, "schedule", [each for each in others if each.text != setting.text])
+    elif setting.mesh.degree("pp") > 1 and setting.text in other and not space.request.forwards_first:
         yield from _best(space, "schedule", [replace(setting, text=other[setting.text])])
 
 

@@ -67,23 +67,27 @@ def choose(
     degrees: Degrees = MappingProxyType({}),
     chunked: Chunked = MappingProxyType({}),
     looks_up: bool = False,
+    families: bool = False,
 ) -> Plan:
     """The plan for a model of these segments and a batch of `batch` samples.
 
     What is not pinned is searched for jointly: mesh, placement, microbatches, stage split and what is recomputed, for
-    the shortest predicted step within the memory limit (`solver.space`, `solver.joint`), under 1f1b or the pinned
-    schedule; the mesh has a tensor axis if that is faster, where a `cluster` is given and `degrees` says what there is
-    of them. The plan's `optimality` names the space and says that the plan is optimal in it, or how far from the best
-    it can be at most; `alternatives` has the runner-up of each choice. `objective` may also be "memory", the fewest
-    bytes on the fullest device, of such plans the fastest; or "throughput_per_cost", with which fewer devices may be
-    used, for the least device time a step. After `time_limit` seconds the best plan so far is returned.
+    the shortest predicted step within the memory limit (`solver.space`, `solver.joint`); the mesh has a tensor axis if
+    that is faster, where a `cluster` is given and `degrees` says what there is of them. The schedule is the pinned one,
+    else 1f1b; with `families`, where a `cluster` is given and the mesh is free, it is one more choice, among those in
+    wide use, and with ``schedule="auto"`` among all that programs run with one copy of the model (`solver.families`),
+    and tables that are made for the best plans (`solver.schedule`); with `forwards_first`, among those that steps
+    without a loss can follow. The plan's `optimality` names the space and says that the plan is optimal in it, or how
+    far from the best it can be at most; `alternatives` has the runner-up of each choice. `objective` may also be
+    "memory", the fewest bytes on the fullest device, of such plans the fastest; or "throughput_per_cost", with which
+    fewer devices may be used, for the least device time a step. After `time_limit` seconds the best plan so far is
+    returned.
 
-    Where ranks hold several stages, or there are two copies of the model, and with ``schedule="auto"``, mesh, placement
-    and microbatches follow a rule instead: the first that fits, trying ddp, zero1, zero2 and fsdp before smaller
+    With a schedule of two copies of the model, slices of the sequence or an output layer in parts, mesh, placement and
+    microbatches follow a rule instead: the first that fits, trying ddp, zero1, zero2 and fsdp before smaller
     microbatches, and those before more stages (`solver.search`); everything recomputed if nothing fits otherwise. Then
     the stage split has the shortest predicted flush of several with a small load of the busiest rank
-    (`solver.chunks`), and with ``schedule="auto"`` the schedule is the fastest that fits of those that were looked at
-    (`solver.schedule`; with `forwards_first`, of those that steps without a loss can follow).
+    (`solver.chunks`).
 
     `cluster` defaults to CPU devices, `devices` to the size of a pinned mesh, else of the cluster, `memory` (bytes per
     device) to the cluster's.
@@ -135,24 +139,25 @@ def choose(
             "chunked": chunked,
             "looks_up": looks_up,
             "offload": offload,
+            "families": families,
         },
     )
     request = question.request()
     space = Space(request)
-    if space.single:
+    if space.joint:
         space = Space(with_degrees(request, until, progress))
-        check_schedule(space.request)
+    if space.joint and space.settings:
         plan = _jointly(space, objective, until, progress)
     else:
-        check_schedule(request)
+        check_schedule(space.request)
         if objective != "time":
             raise ValueError(
-                f"objective: {objective!r} is searched for where each pipeline rank holds one stage of one copy of the "
-                f"model; pin such a schedule, as 1f1b, not {written(request.schedules[0])}"
+                f"objective: {objective!r} is searched for under schedules of one copy of the model and whole "
+                f"sequences; pin such a one, as 1f1b, not {written(request.schedules[0])}"
             )
         plan = _by_rule(request)
     if plan is None:
-        nearest = space.request if space.single or not request.free else request.recomputing()
+        nearest = space.request if space.joint or not request.free else request.recomputing()
         raise infeasible(nearest, question.given, partial(question.keeping, devices=request.devices))
     pinned = pinned_chunks(chunks)
     told = (f"in chunks {in_chunks(pinned)}: pinned",) if pinned else ()
@@ -162,6 +167,8 @@ def choose(
 
 def _jointly(space: Space, objective: str, until: float, progress: Progress) -> Plan | None:
     """The best plan of a space, None if none fits."""
+    if objective == "memory" and space.request.searched:
+        space = Space(replace(space.request, schedules=space.request.lean, tables=False))
     request, what = space.request, OBJECTIVES[objective]
     if objective == "throughput_per_cost" and request.mesh is None:
         space, found = _cheapest(space, until, progress)
@@ -174,6 +181,9 @@ def _jointly(space: Space, objective: str, until: float, progress: Progress) -> 
     text = quality(space, found, certified=_certified(solved), what=what)
     plan = _plan(afresh, solved, text, notes(afresh, Chosen(solved), what))
     _check(plan, space, found)
+    if request.tables and objective == "time":
+        afresh, chosen = search(space, found)
+        plan = _plan(afresh, chosen.solved, f"{text}; {chosen.verdict}", notes(afresh, chosen, what))
     others = alternatives(space, found) if time.monotonic() < until else ()
     return replace(plan, alternatives=others, facts=facts(space, found.setting))
 
@@ -204,7 +214,7 @@ def _check(plan: Plan, space: Space, found: Best) -> None:
 def _certified(solved: Solved) -> bool:
     """Whether z3 proves that the slowest stage is as fast as can be: asked of small problems, where it is."""
     problem = solved.problem
-    if problem.stages == 1 or many(problem):
+    if problem.stages == 1 or problem.stages > problem.ranks or many(problem):
         return False
     fastest = solve_split(problem)
     if fastest is None or fastest.slowest != solved.split.slowest:
@@ -214,17 +224,15 @@ def _certified(solved: Solved) -> bool:
 
 
 def _by_rule(request: Request) -> Plan | None:
-    """The plan by the rule, where ranks hold several stages or the schedule is searched for; None if nothing fits."""
+    """The plan by the rule, where there are two copies of the model, or it is cut besides; None if nothing fits."""
     solved = first_fit(request)
     if solved is None and request.free:
         request = request.recomputing()
         solved = first_fit(request)
     if solved is None:
         return None
-    chosen = search(request, solved) if request.searched else Chosen(solved)
-    solved = replace(chosen.solved, split=certify(chosen.solved.problem, chosen.solved.split))
-    text = "; ".join(filter(None, (optimality(solved), chosen.verdict)))
-    return _plan(request, solved, text, notes(request, chosen))
+    solved = replace(solved, split=certify(solved.problem, solved.split))
+    return _plan(request, solved, optimality(solved), notes(request, Chosen(solved)))
 
 
 def _plan(request: Request, solved: Solved, optimality: str, notes: tuple[str, ...]) -> Plan:

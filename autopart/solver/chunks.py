@@ -180,10 +180,10 @@ class _Search:
     def _nearest(self, stage: int, start: int, room: int) -> list[int]:
         """Where a stage may end within some time, what is nearest to the end of equal stages first."""
         problem = self.problem
-        allowed, most = problem.stops(stage, start), problem.furthest(start, room)
+        most = problem.furthest(start, room)
         even = problem.time(0, problem.segments) * (stage + 1)
         return sorted(
-            range(allowed.start, min(allowed.stop, most + 1)),
+            (stop for stop in problem.stops(stage, start) if stop <= most),
             key=lambda stop: abs(problem.time(0, stop) * problem.stages - even),
         )
 

@@ -5,12 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from autopart.ir import plan_text
+from autopart.solver.families import WHOLE
 
 if TYPE_CHECKING:
     from autopart.solver.request import Request
-
-WHOLE = ("1f1b", "gpipe")
-"""Schedules with one stage a rank and whole backwards, which there are for any numbers."""
 
 
 def check_counts(request: Request) -> None:

@@ -80,7 +80,7 @@ class Found:
 
 def shortest(stages: Stages, pipe: Pipe, known: float = inf) -> Found | None:
     """The split with the shortest step, if it is at most `known`; None if none can be."""
-    search = _Search(stages, pipe, known)
+    search = Search(stages, pipe, known)
     longest = known // pipe.microbatches if known < inf else inf
     if search.furthest(longest) is None:  # nothing fits, or the slowest stage alone takes longer than is asked for
         return Found(None, search.bound(search.least, 0)) if stages.tired and known < inf else None
@@ -102,7 +102,7 @@ def shortest(stages: Stages, pipe: Pipe, known: float = inf) -> Found | None:
     return Found(search.best, bound, search.second)
 
 
-class _Search:
+class Search:
     def __init__(self, stages: Stages, pipe: Pipe, known: float) -> None:
         self.stages, self.pipe, self.known = stages, pipe, known
         self.table, self.segments = stages.table, stages.table.segments
@@ -118,7 +118,7 @@ class _Search:
         pipe, stops = self.pipe, [*starts[1:], self.segments]
         times = self.stages.seconds(starts, ways)
         edge = pipe.latency + max((pipe.transfer[start] for start in starts[1:]), default=0)
-        exchanged = max(pipe.exchanged[j] - pipe.exchanged[i] for i, j in zip(starts, stops, strict=True))
+        exchanged = self.exchanged([pipe.exchanged[j] - pipe.exchanged[i] for i, j in zip(starts, stops, strict=True)])
         self.spent += pipe.actions
         if pipe.stages == 1:
             length = pipe.microbatches * (times["F"][0] + times["B"][0])
@@ -127,6 +127,10 @@ class _Search:
         slowest = max(f + b for f, b in zip(times["F"], times["B"], strict=True))
         crossing = sum(pipe.transfer[start] for start in starts[1:])
         return Cut(starts, ways, length + exchanged, slowest, crossing)
+
+    def exchanged(self, times: Sequence[int]) -> int:
+        """The time of the collectives of the rank that has most, from that of each stage."""
+        return max(times)
 
     def consider(self, found: Cut) -> None:
         """Keep the best and the next best."""
@@ -256,7 +260,7 @@ class _Search:
         seen, waiting = {starts}, True
         while waiting and self.best is not None:
             waiting = False
-            for other in _neighbours(self.best.starts, self.pipe.allowed):
+            for other in neighbours(self.best.starts, self.pipe.allowed):
                 if other in seen or self.spent > EFFORT:
                     continue
                 seen.add(other)
@@ -310,7 +314,7 @@ class _Search:
         return min(longer, default=None)
 
 
-def _neighbours(starts: tuple[int, ...], allowed: Sequence[int]) -> Iterator[tuple[int, ...]]:
+def neighbours(starts: tuple[int, ...], allowed: Sequence[int]) -> Iterator[tuple[int, ...]]:
     """The splits in which one stage begins at the place before or after."""
     for k in range(1, len(starts)):
         place = bisect_left(allowed, starts[k])
@@ -322,7 +326,7 @@ def _neighbours(starts: tuple[int, ...], allowed: Sequence[int]) -> Iterator[tup
 def within(stages: Stages, pipe: Pipe) -> Callable[[int], bool]:
     """Whether some split fits a limit, as a function of that."""
     segments = stages.table.segments
-    search = _Search(stages, pipe, inf)
+    search = Search(stages, pipe, inf)
 
     def fits(limit: int) -> bool:
         start = 0

@@ -29,11 +29,12 @@ class Flush:
 
     @classmethod
     def of(cls, schedule: Schedule) -> Flush:
-        """The steps of a schedule whose stage k is on rank k, alone: what waits for another rank is over one edge.
+        """The steps of a schedule of one copy of the model: what waits for another rank is over one edge.
 
         A forward waits for that of the stage before, a backward (or the half of it for the inputs) for that of the
-        stage after; its own forward comes before it in its row.
+        stage after. What is on the same rank, as its own forward, comes before it in its row.
         """
+        place, stages = schedule.place, range(schedule.stages)
         known: dict[tuple[bool, int, int], int] = {}
         steps: list[tuple[int, int, int]] = []
         done, last = [0] * schedule.ranks, [NOTHING] * schedule.ranks
@@ -44,14 +45,14 @@ class Flush:
                 while done[rank] < len(row):
                     action = row[done[rank]]
                     forward, over = action.kind is Kind.F, NOTHING
-                    peer = rank - 1 if forward else rank + 1
-                    if action.kind is not Kind.W and 0 <= peer < schedule.ranks:
+                    peer = action.stage - 1 if forward else action.stage + 1
+                    if action.kind is not Kind.W and peer in stages and place[peer] != rank:
                         over = known.get((forward, peer, action.microbatch), NOTHING)
                         if over == NOTHING:
                             break
                     if action.kind is not Kind.W:
-                        known[forward, rank, action.microbatch] = len(steps)
-                    steps.append((KINDS.index(action.kind) * schedule.stages + rank, last[rank], over))
+                        known[forward, action.stage, action.microbatch] = len(steps)
+                    steps.append((KINDS.index(action.kind) * schedule.stages + action.stage, last[rank], over))
                     last[rank] = len(steps) - 1
                     done[rank] += 1
             assert len(steps) > before, "a schedule that was validated ends"

@@ -10,9 +10,10 @@ from autopart.errors import PlanInfeasible
 from autopart.ir.placement import PRESETS, Placement
 from autopart.ir.plan_text import format_bytes, rules, schedule, span, spans
 from autopart.solver.chunks import least_limit
+from autopart.solver.families import LEAN
 from autopart.solver.joint import best, leanest
 from autopart.solver.pins import Asked, contradiction
-from autopart.solver.request import LEAN, Request
+from autopart.solver.request import Request
 from autopart.solver.search import Solved, best_split, candidates, first_fit, meshes, pose
 from autopart.solver.space import Space, roomy
 from autopart.solver.split import bottleneck
@@ -32,6 +33,7 @@ def infeasible(request: Request, given: Mapping[str, object], asked: Asked) -> P
 
     Which of the pins that are `given` contradict each other is found with `asked`: see `solver.pins`.
     """
+    request = replace(request, schedules=request.lean)
     afresh, nearest = nearest_miss(request)
     split, mesh, problem = nearest.split, nearest.candidate.mesh, nearest.problem
     cuts = [*split.starts, len(request.costs)]
@@ -88,15 +90,15 @@ def _and(words: Sequence[str], word: str = "and") -> str:
 def fits(request: Request) -> bool:
     """Whether the request has a plan."""
     space = Space(request)
-    if not space.single:
+    if not space.joint:
         return first_fit(request) is not None
-    return any(space.fits(setting, request.memory) for setting in space.settings)
+    return any(space.fits(setting, request.memory) for setting in space.lean(space.settings))
 
 
 def nearest_miss(request: Request) -> tuple[Request, Solved]:
     """Of all plans the one whose fullest rank needs least, with the limit that it needs and what it recomputes."""
     space = Space(request)
-    if not space.single:
+    if not space.joint:
         everything = request.recomputing() if request.free else request
         return everything, _nearest_candidate(everything)
     setting, limit = leanest(space, space.settings)
@@ -164,7 +166,7 @@ def _recompute(request: Request) -> Changes:
         return
     free, everything = replace(request, free=True), request.recomputing()
     space = Space(free)
-    found = best(space, space.settings) if space.single else None
+    found = best(space, space.settings) if space.joint else None
     if found is not None:
         some, _ = space.solved(found.setting, found.cut)
         if len(some.recompute) <= NAMED and some.recompute != everything.recompute:
@@ -196,9 +198,9 @@ def _microbatches(request: Request) -> Changes:
 
 def _schedules(request: Request) -> Changes:
     """1f1b, then those that hold less and less: v1f1b, vhalf, vmin."""
-    if not request.searched and not request.forwards_first and next(roomy(request), None) is not None:
+    if not request.tables and not request.forwards_first and next(roomy(request), None) is not None:
         for name in LEAN[:4]:
-            if name != request.schedules[0]:
+            if name not in request.schedules:
                 yield f"schedule={name!r}", replace(request, schedules=(name,), ranks=None)
 
 
@@ -218,7 +220,7 @@ def _mesh(request: Request) -> Changes:
 
 def _tensors(request: Request) -> Changes:
     """A mesh with a tensor degree that is not looked at, if tensors may be split inside segments at all."""
-    if request.stages is None and request.ranks is None and Space(request).single:
+    if request.stages is None and request.ranks is None and Space(request).joint:
         for degree in request.degrees:
             if all(variant.degree != degree for variant in request.variants):
                 yield from _meshes(replace(request, variants=request.degrees[degree](), number=0))

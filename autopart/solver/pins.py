@@ -63,13 +63,13 @@ def _any(found: Iterable[Callable[[], bool]]) -> bool:
 def _choices(request: Request) -> list[tuple[object, Callable[[], bool]]]:
     """The settings of a request, or the candidates where it goes by the rule, and what finds whether each fits."""
     space = Space(request)
-    if space.single:
+    if space.joint:
         return [
             (
                 (each.mesh, each.microbatches, each.placements, each.text, each.variant),
                 partial(space.fits, each, request.memory),
             )
-            for each in space.settings
+            for each in space.lean(space.settings)
         ]
     again = [request, request.recomputing()] if request.free else [request]
     there = list(roomy(request))

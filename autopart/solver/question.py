@@ -45,7 +45,7 @@ class Question:
         left_out = self.given.keys() - kept
         pins: dict[str, Any] = {pin: None if pin in left_out else value for pin, value in self.pins.items()}
         request = resolve(self.costs, devices=devices, **pins, **self.rest)
-        return with_degrees(request, inf, lambda done, count: None) if Space(request).single else request
+        return with_degrees(request, inf, lambda done, count: None) if Space(request).joint else request
 
 
 def deadline(began: float, time_limit: float | None) -> float:

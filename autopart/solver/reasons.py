@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from autopart.ir.cost import SegmentCost
-from autopart.ir.plan_text import format_bytes, format_seconds, spans
+from autopart.ir.plan_text import format_bytes, format_seconds, schedule, spans
 from autopart.solver.chunks import PRECISION, fastest
 from autopart.solver.joint import Best
 from autopart.solver.kinds import FEMTOSECONDS
 from autopart.solver.request import Request, inside
 from autopart.solver.schedule import Chosen
 from autopart.solver.search import Solved
-from autopart.solver.space import Setting, Space
+from autopart.solver.setting import Setting
+from autopart.solver.space import LONGEST, Space
 
 
 def quality(space: Space, found: Best, *, certified: bool, what: str) -> str:
@@ -20,6 +21,8 @@ def quality(space: Space, found: Best, *, certified: bool, what: str) -> str:
     searched = _space(space)
     if found.gap:
         late = "" if found.complete else ", as the time was up"
+        narrow = found.over(found.narrow)
+        late += f" ({narrow:.1%} where each rank holds one stage)" * (narrow < found.gap)
         text = f"at most {found.gap:.1%} above the best possible{late}: the {what} found of {searched}"
     else:
         text = f"optimal: no plan has a better {what}, of {searched}"
@@ -42,10 +45,28 @@ def _space(space: Space) -> str:
         *_degrees(request, settings),
         f"{ranks} placements" if ranks > 1 else "one placement",
         f"{len(counts)} numbers of microbatches" if len(counts) > 1 else f"{max(counts)} microbatches",
-        *([f"all splits of {len(request.costs)} segments under {request.schedules[0]}{begin}"] if pipes else []),
-        *(["any recomputation of whole segments"] if again else []),
+        *([f"all splits of {len(request.costs)} segments under {_schedules(space)}{begin}"] if pipes else []),
+        *([_again(space)] if again else []),
     ]
     return ", ".join(parts)
+
+
+def _schedules(space: Space) -> str:
+    """The schedules of a space, and what was left out of it."""
+    request = space.request
+    if not request.searched:
+        return schedule(request.schedules[0]).removeprefix("by ")
+    known = dict.fromkeys(each.text for each in space.settings if each.mesh.degree("pp") > 1)
+    names = ", ".join(text for text in request.schedules if text in known)
+    return f"{len(known)} schedules of up to {LONGEST} actions ({names})" if len(known) > 1 else names
+
+
+def _again(space: Space) -> str:
+    several = {space.form(each).several for each in space.settings}
+    if several == {True}:
+        return "all segments of a rank recomputed or none"
+    rest = ", where ranks hold several stages all of a rank's or none" * (len(several) > 1)
+    return f"any recomputation of whole segments{rest}"
 
 
 def _degrees(request: Request, settings: Sequence[Setting]) -> Iterator[str]:
@@ -113,7 +134,7 @@ def notes(request: Request, chosen: Chosen, objective: str | None = None) -> tup
         where,
         f"placement {candidate.placements[-1][1]}: {'pinned' if len(request.placements) == 1 else placement}",
         f"microbatches {candidate.microbatches}: {'pinned' if request.microbatches else microbatches}",
-        *([chosen.note] if chosen.note else []),
+        *([chosen.note] if chosen.note else _schedule(request, chosen, searched)),
         *([_split_output(request.output.name, mesh.degree("pp"))] if request.output is not None else []),
         *([_split_input(request.lookup, mesh.degree("pp"))] if request.lookup is not None else []),
         f"recompute for memory {again}: " + (_why(bool(request.recompute), objective) if request.free else "pinned"),
@@ -128,6 +149,12 @@ def _on_host(solved: Solved) -> Iterator[str]:
     most = max(need.host for need in solved.memory())
     if most:
         yield f"each device has up to {format_bytes(most)} on its host, where the optimizer steps: that is not counted"
+
+
+def _schedule(request: Request, chosen: Chosen, searched: str) -> Iterator[str]:
+    """Where the schedule comes from, if it was searched for and there is a pipeline."""
+    if request.searched and chosen.solved.problem.ranks > 1:
+        yield f"schedule {schedule(chosen.solved.candidate.text)}: {searched}"
 
 
 def _split_output(name: str, ranks: int) -> str:

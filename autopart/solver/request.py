@@ -18,19 +18,13 @@ from autopart.ir.mesh import Mesh
 from autopart.ir.tensor_plan import TensorPlan
 from autopart.schedules.lookups import looking_up
 from autopart.schedules.spell import AUTO, is_table, splits_output
-from autopart.solver.counts import WHOLE, check_counts
+from autopart.solver.counts import check_counts
+from autopart.solver.families import LEAN, WHOLE, looked_at
 from autopart.solver.presets import Pinned, Rules, alternatives, check_host, offloaded
 from autopart.solver.variants import Chunked, Costed, Degrees, Variant
 
-LEAN = ("1f1b", "v1f1b", "vhalf", "vmin", *(f"{name}(chunks={v})" for v in (3, 4) for name in ("interleaved", "bfs")))
-"""Of the schedules that are searched, those which hold little, for each number of stages a rank: they say whether
-something fits."""
-
 MOST_DEVICES = 10**6
 """What is more is taken for a mistake."""
-
-FORWARDS_FIRST = ("gpipe", "2bp-gpipe", "bfs", "bfs(chunks=3)", "bfs(chunks=4)")
-"""The schedules that are searched for steps without a loss."""
 
 
 class Pins(TypedDict, total=False):
@@ -75,6 +69,7 @@ class Request:
     optimizer_ratio: float
     degrees: Mapping[int, Callable[[], tuple[Variant, ...]]]  # what finds the variants of other tensor degrees
     wide: bool  # whether those degrees are looked at, and not only for ways out
+    tables: bool = False  # whether tables of actions are made, too
     forwards_first: bool = False  # whether all forwards must come before all backwards
     ranks: int | None = None  # the pipeline ranks that the schedule is for, where it is for no other number
     output: SegmentCost | None = None  # the output layer, where the schedule splits it over the pipeline ranks
@@ -153,6 +148,15 @@ class Request:
         """Whether the schedule is searched for."""
         return len(self.schedules) > 1
 
+    @property
+    def lean(self) -> tuple[str, ...]:
+        """Of the schedules those that hold little, for each number of stages a rank if that is pinned; else the usual.
+
+        They say whether something fits.
+        """
+        names = LEAN if self.stages is not None else LEAN[:4]
+        return tuple(text for text in self.schedules if text in names) or self.schedules[:1]
+
     def scheduled(self, text: str, ranks: int, microbatches: int) -> Schedule:
         """The schedule of a text on so many pipeline ranks; ValueError where it cannot be."""
         made = schedules.executable(schedules.make(text, ranks=ranks, microbatches=microbatches))
@@ -202,6 +206,7 @@ def resolve(
     chunked: Chunked = MappingProxyType({}),
     looks_up: bool = False,
     offload: bool = False,
+    families: bool = False,
 ) -> Request:
     """The request behind the arguments of `choose`; ValueError or TypeError names the argument that is wrong."""
     costs, again, output, lookup = _on_stages(costs, recomputed, parted=splits_output(schedule), looks_up=looks_up)
@@ -233,7 +238,8 @@ def resolve(
         stages=number,
         starts=starts,
         placements=offloaded(placements) if offload else placements,
-        schedules=(text,) if text != AUTO else FORWARDS_FIRST if forwards_first else LEAN,
+        schedules=looked_at(text, free=schedule is None and families and wide, forwards_first=forwards_first),
+        tables=text == AUTO and not forwards_first,
         microbatches=microbatches,
         memory=cluster.memory if memory is None else parse_bytes(memory),
         optimizer_ratio=_ratio(optimizer_ratio),

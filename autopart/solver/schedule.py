@@ -1,9 +1,9 @@
-"""The schedule where it is searched for, the other choices being made: the fastest that fits the memory limit.
+"""Tables of actions for the best plan with ``schedule="auto"``, all that has a name having been searched jointly.
 
-    families  those of `PORTFOLIO` that the ranks, the microbatches and the number of segments allow, each with its best
-              split
-    tables    for each number of stages a rank, `schedules.auto` on what the stages of its best family cost, with as
-              many microbatches on a rank as memory has room for; then split and measured as families are
+    bases     for each number of stages a rank the best plan by a name, with the mesh, the placement and the number of
+              microbatches of the best of all
+    tables    for each base, `schedules.auto` on what its stages cost, with as many microbatches on a rank as memory has
+              room for; then split anew, with what the base recomputes
     choose    the shortest predicted step; of equals one with a name, whose fullest rank holds least, then the first
 
 Effort is counted in actions, not in seconds, so the same plan is found every time.
@@ -14,43 +14,37 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import floor
-from operator import itemgetter
 
 from autopart import schedules
-from autopart.ir.plan_text import format_bytes, format_seconds
+from autopart.ir.plan_text import format_seconds
 from autopart.ir.plan_text import schedule as written
 from autopart.schedules.auto import CLOSE
 from autopart.schedules.bound import lower_bound
 from autopart.schedules.problem import problems
 from autopart.schedules.spell import is_table
 from autopart.solver.chunks import ways
+from autopart.solver.joint import Best, best
 from autopart.solver.memory import in_flight
-from autopart.solver.request import FORWARDS_FIRST, Request
+from autopart.solver.request import Request
 from autopart.solver.search import (
     Candidate,
     Solved,
     best_split,
-    candidates,
     edge_seconds,
     exchanged_seconds,
     flush,
     pose,
     stage_seconds,
 )
+from autopart.solver.setting import Setting
+from autopart.solver.space import Space
 from autopart.solver.split import Split, evaluate
-
-PORTFOLIO = (
-    *("1f1b", "zb-h1", "zb-auto", "zb-h2", "zb-v", "vhalf", "interleaved-zb", "interleaved", "v1f1b", "vzb", "vmin"),
-    *("hanayo", "dualpipev", "zeropp", "gis", "2bp-1f1b", "2bp-gpipe", "gpipe", "bfs", "hanayo(waves=2)"),
-    *(f"{name}(chunks={v})" for v in (3, 4) for name in ("interleaved-zb", "interleaved", "zeropp", "gis", "bfs")),
-)
-"""What is looked at: every family of one copy of the model and whole sequences that programs run, likely ones first."""
-
-LOOKED = 60_000
-"""How many actions of families are looked at: those that come later in `PORTFOLIO` are left out."""
 
 EFFORT = 15_000
 """About how many actions each search for a table runs."""
+
+Free = dict[tuple[tuple[int, ...], tuple[str, ...]], tuple[Split, ...]]
+"""Splits to choose from where memory is no matter, for a place of the stages and what is recomputed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +58,12 @@ class Chosen:
 
 @dataclass(frozen=True, slots=True)
 class _Tried:
-    """A solution, its predicted flush and step, and the bytes of its fullest rank."""
+    """A solution of a request, its predicted flush and step."""
 
+    request: Request
     solved: Solved
     length: float
     seconds: float
-    peak: int
 
     @property
     def text(self) -> str:
@@ -78,96 +72,85 @@ class _Tried:
     @property
     def rank(self) -> tuple[float, bool, int]:
         """What is to be least; times that differ by less than predictions can mean are equal."""
-        return float(f"{self.seconds:.9e}"), is_table(self.text), self.peak
+        return float(f"{self.seconds:.9e}"), is_table(self.text), self.solved.peak()
 
 
-def search(request: Request, fits: Solved) -> Chosen:
-    """The best schedule with the mesh, the placement and the number of microbatches of a solution that fits."""
-    if fits.problem.ranks == 1:
-        alone = f"{fits.candidate.text}, as one pipeline rank waits for no other"
-        return Chosen(fits, f"schedule {alone}", f"schedule {alone}")
-    free: dict[tuple[int, ...], tuple[Split, ...]] = {}
-    families, left_out = _families(request, fits.candidate, free)
-    tables = [] if request.forwards_first else list(_tables(request, families, free))
-    best, *others = sorted((*families, *tables), key=lambda tried: tried.rank)
-    length, bound = best.length, _bound(request, best.solved)
-    gap = f"{max(0.0, length / bound - 1) if bound else 0.0:.1%} over the lower bound for its stages"
+def search(space: Space, found: Best) -> tuple[Request, Chosen]:
+    """The best schedule with the mesh, the placement and the number of microbatches of the best plan by a name."""
+    request, solved = space.solved(found.setting, found.cut)
+    named = _measured(request, solved)
+    if found.setting.mesh.degree("pp") == 1:
+        alone = f"schedule {named.text}, as one pipeline rank waits for no other"
+        return request, Chosen(solved, alone, alone)
+    tables = list(_tables(space, named, _bases(space, found)))
+    chosen = min((named, *tables), key=lambda tried: tried.rank)
+    bound = _bound(chosen.request, chosen.solved)
+    gap = f"{max(0.0, chosen.length / bound - 1) if bound else 0.0:.1%} over the lower bound for its stages"
     note = (
-        f"schedule {written(best.text)}: the fastest of {len(families)} families and {len(tables)} table"
-        f"{'s' * (len(tables) != 1)} made for such stages that fit {format_bytes(request.memory)};"
-        f" predicted flush {format_seconds(length)}, {gap}"
+        f"schedule {written(chosen.text)}: the fastest of {len(space.request.schedules)} names, searched jointly,"
+        f" and of {len(tables)} table{'s' * (len(tables) != 1)} made for such stages; predicted flush"
+        f" {format_seconds(chosen.length)}, {gap}"
     )
-    if others:
-        later = others[0].seconds / best.seconds - 1 if best.seconds else 0.0
-        note += f"; the next, schedule {written(others[0].text)}, would make the step {later:.1%} longer"
-    if left_out:
-        note += f"; not looked at, as there are many actions: {', '.join(left_out)}"
-    return Chosen(best.solved, note, f"schedule the best of {1 + len(others)} looked at, {gap}")
+    verdict = f"its flush is {gap}"
+    if chosen is not named:
+        less = 1 - chosen.seconds / named.seconds
+        verdict = f"a table makes the step {less:.1%} shorter than any of these names; {verdict}"
+    return chosen.request, Chosen(chosen.solved, note, verdict)
 
 
-def _families(
-    request: Request, setting: Candidate, free: dict[tuple[int, ...], tuple[Split, ...]]
-) -> tuple[list[_Tried], list[str]]:
-    """The families that fit in a setting, each with its best split, and those that were left out."""
-    pinned = replace(request, mesh=setting.mesh, microbatches=setting.microbatches, placements=(setting.placements,))
-    tried: list[_Tried] = []
-    left_out: list[str] = []
-    actions = 0
-    known = setting.text, *(FORWARDS_FIRST if request.forwards_first else PORTFOLIO)  # what fits is not left out
-    for text in dict.fromkeys(known):
-        if actions > LOOKED:
-            left_out.append(text)
-            continue
-        for candidate in candidates(replace(pinned, schedules=(text,))):
-            actions += sum(map(len, candidate.schedule.table))
-            tried += _tried(request, candidate, free)
-    return tried, left_out
+def _bases(space: Space, found: Best) -> list[_Tried]:
+    """The best plan by a name for each number of stages, in the setting of the best of all."""
+    setting, by_stages = found.setting, dict[int, list[Setting]]()
+    for each in space.settings:
+        if replace(setting, text=each.text, order=each.order) == each:
+            by_stages.setdefault(len(space.form(each).place), []).append(each)
+    plans = (best(space, settings) for _, settings in sorted(by_stages.items()))
+    return [_measured(*space.solved(plan.setting, plan.cut)) for plan in plans if plan is not None]
 
 
-def _tried(request: Request, candidate: Candidate, free: dict[tuple[int, ...], tuple[Split, ...]]) -> Iterator[_Tried]:
-    """The candidate with its best split, if one fits.
-
-    `free` has the splits to choose from for each placement of stages where memory is no matter; they are found once.
-    """
-    model, problem = pose(request, candidate)
-    if problem.stages == problem.ranks:
-        splits: Sequence[Split] = ()
-    elif problem.place in free:
-        splits = free[problem.place]
-    else:
-        splits = free[problem.place] = ways(replace(problem, moments=()))
-    if not splits or any(evaluate(problem, split.starts) is None for split in splits):
-        split = best_split(request, candidate, model, problem)
-        splits = () if split is None else (split,)
-    solutions = [Solved(candidate, model, problem, split) for split in splits]
-    if solutions:
-        lengths = [flush(request, solved).makespan for solved in solutions]
-        best, length = min(zip(solutions, lengths, strict=True), key=itemgetter(1))
-        yield _Tried(best, length, length + exchanged_seconds(request, best), best.peak())
+def _measured(request: Request, solved: Solved) -> _Tried:
+    length = flush(request, solved).makespan
+    return _Tried(request, solved, length, length + exchanged_seconds(request, solved))
 
 
-def _tables(
-    request: Request, families: Sequence[_Tried], free: dict[tuple[int, ...], tuple[Split, ...]]
-) -> Iterator[_Tried]:
-    """Tables for the stages of the best family of each number of stages, where they may be faster than all families."""
-    fitting, ranked = {each.text for each in families}, sorted(families, key=lambda each: each.rank)
-    shortest = ranked[0].length
-    for stages in sorted({each.solved.problem.stages for each in families}):
-        base = next(each.solved for each in ranked if each.solved.problem.stages == stages)
-        if _bound(request, base) >= shortest * (1 - CLOSE):
+def _tables(space: Space, named: _Tried, bases: Sequence[_Tried]) -> Iterator[_Tried]:
+    """Tables for the stages of some plans, where they may be faster than the best one by a name."""
+    known = {each.text for each in bases}
+    free: Free = {}
+    for each in bases:
+        request, base = each.request, each.solved
+        if _bound(request, base) >= named.length * (1 - CLOSE):
             continue
         ranks, count = base.problem.ranks, base.candidate.microbatches
         costs, edge = _costs(request, base), edge_seconds(request, base)
         for room in _rooms(base):
             made = schedules.auto(ranks, count, costs, edge, limit=room, effort=EFFORT).schedule
             text = schedules.spell(made)
-            if text in fitting:
+            if text in known:
                 break
+            known.add(text)
             schedule = request.scheduled(text, ranks, count)
             candidate = replace(base.candidate, text=text, schedule=schedule, moments=in_flight(schedule))
-            for tried in _tried(request, candidate, free):
-                fitting.add(text)
-                yield tried
+            yield from _tried(space, request, candidate, free)
+
+
+def _tried(space: Space, request: Request, candidate: Candidate, free: Free) -> Iterator[_Tried]:
+    """The candidate with its best split, if one fits; splits that are in `free` are not looked for again."""
+    model, problem = pose(request, candidate)
+    allowed = space.allowed(problem.stages)
+    problem = replace(problem, barred=frozenset(range(1, problem.segments)) - {*allowed})
+    splits: Sequence[Split] = ()
+    if problem.stages > problem.ranks:
+        key = problem.place, request.recompute
+        if key not in free:
+            free[key] = ways(replace(problem, moments=()))
+        splits = free[key]
+    if not splits or any(evaluate(problem, split.starts) is None for split in splits):
+        split = best_split(request, candidate, model, problem)
+        splits = () if split is None else (split,)
+    found = [_measured(request, Solved(candidate, model, problem, split)) for split in splits]
+    if found:
+        yield min(found, key=lambda tried: tried.length)
 
 
 def _rooms(solved: Solved) -> list[float]:

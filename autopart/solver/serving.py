@@ -36,7 +36,8 @@ from autopart.solver.kinds import FEMTOSECONDS, Sums
 from autopart.solver.memory import MemoryModel
 from autopart.solver.question import PINS, Question, deadline, with_degrees
 from autopart.solver.request import Pins, Request
-from autopart.solver.space import Setting, Space
+from autopart.solver.setting import Setting
+from autopart.solver.space import Space
 from autopart.solver.variants import Costed, Degrees
 
 KEPT = (Placement.ddp(), Placement.fsdp())

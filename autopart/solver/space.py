@@ -1,89 +1,56 @@
-"""The space of plans that is searched jointly, where each pipeline rank holds one stage, and what bounds its plans.
+"""The space of plans that is searched jointly, under schedules of one copy of the model, and what bounds its plans.
 
     meshes        a pinned one; else all pp x dp, for each tensor degree tp that there are costs for, of as many devices
     tensors       the variants of what segments cost: the placements inside them that were found for the tensor degree
     microbatches  a pinned count; else the powers of two, four a stage, and single samples
     placements    a pinned one; else ddp, zero1, zero2, fsdp (of an open pattern, for what it leaves open); where the
                   host may be used, these also with the optimizer there, and with optimizer and gradients
-    recompute     as pinned; else any segments of each stage
+    schedules     a pinned one, or those that are looked at (`solver.families`), with one stage a rank or several
+    recompute     as pinned; else any segments of each stage, or, where ranks hold several, all of a rank's or none
     splits        all, into stages of whole segments that begin with one that has parameters, if there are enough
 
-A setting is one choice of the first four. No plan of it is faster than the longest of
+A setting is one choice of the first five. T is the time of a microbatch through all segments, a the part of it (all
+where backwards are whole, else the least that the forward is of a segment) for which a rank waits for the stages before
+its own, forth or back. No plan of m microbatches on p ranks is faster than the longest of
 
-    m x the mean of the stages, m x the longest segment, all segments once (both ways over every edge)
-    what m microbatches take where every stage waits for those before it and after it: sum T / (1 - (1 - 1/m)^p)
+    m T / p;  m x the longest segment;  all segments once (where backwards are in two, without their W), both ways over
+    every edge;  of gpipe, T + (m - 1) T / p, or x the longest segment
+    a T / (1 - (1 - a/m)^p), where rank k has stage k alone and waits for those before it
+    m T / p + the mean over the ranks of what s segments at the start take, s being a rank's first stage, where ranks
+    hold several
 
 and the collectives of a rank that has the mean of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from functools import cached_property, partial
+from itertools import pairwise
 from math import inf
 
-from autopart.ir.action import ENDS, Kind, Schedule
-from autopart.ir.cost import REST, SegmentNumbers
+from autopart.ir.action import Kind, Schedule
+from autopart.ir.cost import REST
 from autopart.ir.mesh import Mesh
-from autopart.ir.placement import Modes
-from autopart.ir.plan import first_match
+from autopart.solver import dealt
 from autopart.solver.axis import linked
-from autopart.solver.counts import WHOLE
 from autopart.solver.cut import Cut, Found, Pipe, least_need, shortest, within
+from autopart.solver.dealt import Held
+from autopart.solver.families import ANYWHERE, WHOLE
 from autopart.solver.flush import Flush
 from autopart.solver.holding import Holding
-from autopart.solver.kinds import FEMTOSECONDS, Costs, Kinds, Sums, Table
+from autopart.solver.kinds import FEMTOSECONDS, Costs, Sums, Table
 from autopart.solver.memory import in_flight
-from autopart.solver.presets import Rules
-from autopart.solver.request import Request, inside
+from autopart.solver.request import Request
 from autopart.solver.search import Candidate, Solved, meshes, pose
-from autopart.solver.split import evaluate
+from autopart.solver.setting import Placed, Setting, Shape, flights_of
+from autopart.solver.split import Moment, evaluate
 from autopart.solver.stages import Stages
 from autopart.solver.timing import exchange_seconds
 
-
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """One setting of the global choices; `rank` is the place of the placement among its alternatives."""
-
-    mesh: Mesh
-    microbatches: int
-    placements: Rules
-    text: str  # of the schedule
-    rank: int = 0
-    variant: int = 0  # of what segments cost, by number
-
-    @property
-    def preference(self) -> tuple[int, ...]:
-        """Of equally fast plans, the one with fewer stages and places, fewer microbatches, less sharded states."""
-        return self.mesh.degree("pp"), inside(self.mesh), self.microbatches, self.rank, self.variant
-
-
-@dataclass(frozen=True, slots=True)
-class Placed:
-    """Segments told apart by their placement on the data axis, too.
-
-    Of every such kind: its modes on the axis, and which kind its segments are of if that is left aside.
-    """
-
-    kinds: Kinds
-    modes: tuple[Modes, ...]
-    plain: tuple[int, ...]
-
-    @classmethod
-    def of(cls, kinds: Kinds, names: Sequence[str], rules: Rules) -> Placed:
-        """The segments called `names`, of some `kinds`, placed by some rules."""
-        if len(rules) == 1:
-            count = len(kinds.counts)
-            return cls(kinds, (rules[0][1].on("dp"),) * count, tuple(range(count)))
-        pairs = [(kind, first_match(rules, name).on("dp")) for kind, name in zip(kinds.of, names, strict=True)]
-        plain, modes = zip(*dict.fromkeys(pairs), strict=True)
-        return cls(Kinds.telling(pairs), modes, plain)
-
-    def numbers(self, table: Table) -> list[SegmentNumbers]:
-        """The numbers of every kind."""
-        return [table.numbers[kind] for kind in self.plain]
+LONGEST = 6000
+"""How many actions a schedule may have to be looked at, but for 1f1b and gpipe, where there are several."""
 
 
 class Space:
@@ -92,12 +59,16 @@ class Space:
     def __init__(self, request: Request) -> None:
         self.request = request
         self._schedules: dict[tuple[str, int, int], Schedule | None] = {}
+        self._shapes: dict[tuple[str, int, int], Shape | None] = {}
         self._flushes: dict[tuple[str, int, int], Flush] = {}
         self._tables: dict[tuple[int, int, bool], Table] = {}
         self._holdings: dict[tuple[int, int, int], Holding] = {}
         self._placed: dict[tuple[int, int], Placed] = {}
         self._exchanges: dict[tuple[int, Mesh, int, int], tuple[int, ...]] = {}
         self._costs: dict[int, Costs] = {}
+        self._moments: dict[tuple[str, int, int], tuple[Moment, ...]] = {}
+        self._learned: dict[tuple[Setting, int | None, bool | None], float] = {}
+        self._floors: dict[tuple[int, Mesh, int, str], int] = {}
 
     @cached_property
     def settings(self) -> tuple[Setting, ...]:
@@ -105,31 +76,39 @@ class Space:
         found = []
         for mesh in meshes(self.request):
             alternatives = self.request.placements_on(mesh.degree("dp"))
-            if mesh.degree("pp") <= len(self.request.costs) and self.request.allows(mesh.degree("pp")):
-                found += [
-                    Setting(mesh, count, rules, self.request.schedules[0], rank, variant)
-                    for count in self._counts(mesh)
-                    if self._exists(mesh.degree("pp"), count)
-                    for rank, rules in enumerate(self.request.placements)
-                    if rules in alternatives
-                    for variant in self.request.variants_on(mesh, count)
-                ]
+            found += [
+                Setting(mesh, count, rules, text, rank, variant, order)
+                for count in self._counts(mesh)
+                for order, text in enumerate(self._texts(mesh, count))
+                for rank, rules in enumerate(self.request.placements)
+                if rules in alternatives
+                for variant in self.request.variants_on(mesh, count)
+            ]
         return tuple(found)
+
+    @cached_property
+    def joint(self) -> bool:
+        """Whether this is how the request is searched: there is one copy of the model, which runs whole."""
+        request = self.request
+        if request.output is not None:
+            return False
+        if not request.searched and request.schedules[0] not in WHOLE:
+            pairs = ((mesh.degree("pp"), count) for mesh in meshes(request) for count in self._counts(mesh))
+            made = (self.schedule(request.schedules[0], *pair) for pair in pairs)
+            known = next((schedule for schedule in made if schedule is not None), None)
+            if known is None or known.mirrors or known.slices > 1 or known.barriers:
+                return False
+        return True
 
     @property
     def single(self) -> bool:
-        """Whether stage k of the one copy of the model is on pipeline rank k, and runs whole, whatever the mesh."""
-        if self.request.searched or self.request.output is not None:
-            return False
-        if self.request.schedules[0] in WHOLE:
-            return True
-        for mesh in meshes(self.request):
-            pp = mesh.degree("pp")
-            made = (self.schedule(self.request.schedules[0], pp, count) for count in self._counts(mesh))
-            known = next((schedule for schedule in made if schedule is not None), None)
-            if known is None or known.place != tuple(range(pp)) or known.mirrors or known.slices > 1 or known.barriers:
-                return False
-        return True
+        """Whether that is so, and each rank holds one stage, in order."""
+        return self.joint and not any(self.form(each).several for each in self.settings)
+
+    def lean(self, settings: Iterable[Setting]) -> list[Setting]:
+        """Of some settings those whose schedule holds little, or all where none is known to."""
+        every, names = list(settings), self.request.lean
+        return [each for each in every if each.text in names] or every
 
     def allowed(self, stages: int) -> tuple[int, ...]:
         """The segments where a stage may begin, after the first: those with parameters, if they are enough.
@@ -144,10 +123,17 @@ class Space:
                 return found
         return tuple(every)
 
-    def _exists(self, ranks: int, microbatches: int) -> bool:
-        """Whether there is a schedule for so many ranks and microbatches; some families are for some numbers only."""
-        text = self.request.schedules[0]
-        return text in WHOLE or self.schedule(text, ranks, microbatches) is not None
+    def _texts(self, mesh: Mesh, microbatches: int) -> Iterator[str]:
+        """The schedules that there are for so many ranks and microbatches, whose stages have a segment each."""
+        ranks, request = mesh.degree("pp"), self.request
+        for text in request.schedules if ranks > 1 else request.schedules[:1]:  # alone, a rank waits for nobody
+            if request.searched and text not in WHOLE and 6 * ranks * microbatches > LONGEST:
+                continue
+            shape = self.shape(text, ranks, microbatches)
+            if shape is None or len(shape.place) > len(request.costs) or not request.allows(len(shape.place)):
+                continue
+            if not (request.searched and text not in WHOLE and 3 * len(shape.place) * microbatches > LONGEST):
+                yield text
 
     def _counts(self, mesh: Mesh) -> Iterator[int]:
         """The numbers of microbatches of a mesh, few first."""
@@ -170,6 +156,23 @@ class Space:
                 self._schedules[key] = None
         return self._schedules[key]
 
+    def shape(self, text: str, ranks: int, microbatches: int) -> Shape | None:
+        """The shape of a schedule; None where there is none for so many ranks and microbatches."""
+        if text in WHOLE:
+            return Shape(tuple(range(ranks)), halved=False)
+        key = text, ranks, 2 if text in ANYWHERE else microbatches
+        if key not in self._shapes:
+            made = self.schedule(*key)
+            split = made is not None and any(action.kind is Kind.I for _, action in made.actions())
+            self._shapes[key] = None if made is None else Shape(made.place, split)
+        return self._shapes[key]
+
+    def form(self, setting: Setting) -> Shape:
+        """The shape of a setting's schedule."""
+        found = self.shape(setting.text, setting.mesh.degree("pp"), setting.microbatches)
+        assert found is not None, "settings are those whose schedule there is"
+        return found
+
     def made(self, setting: Setting) -> Schedule:
         """The schedule of a setting."""
         schedule = self.schedule(setting.text, setting.mesh.degree("pp"), setting.microbatches)
@@ -178,9 +181,7 @@ class Space:
 
     def halved(self, setting: Setting) -> bool:
         """Whether backwards are in two."""
-        if setting.text in WHOLE:
-            return False
-        return any(action.kind is Kind.I for _, action in self.made(setting).actions())
+        return self.form(setting).halved
 
     def costs(self, number: int) -> Costs:
         """The costs of the segments in a variant."""
@@ -235,17 +236,42 @@ class Space:
 
     def bound(self, setting: Setting) -> int:
         """No plan of the setting has a shorter step, in femtoseconds."""
-        table, p, m = self.table(setting), setting.mesh.degree("pp"), setting.microbatches
-        latency = round(self.request.cluster.link_latency * FEMTOSECONDS)
-        least = max(m * max(table.longest, -(-table.total // p)), table.total + 2 * (p - 1) * latency)
-        if p > 1 and not self.halved(setting):
-            least = max(least, int(table.total / (1 - (1 - 1 / m) ** p) * (1 - 1e-12)))
-        return least + -(-self.placed(setting).kinds.total(self.exchanges(setting)) // p)
+        key = setting.variant, setting.mesh, setting.microbatches, setting.text
+        if key not in self._floors:
+            self._floors[key] = self._floor(setting)
+        collectives = self.placed(setting).kinds.total(self.exchanges(setting))
+        return self._floors[key] + -(-collectives // setting.mesh.degree("pp"))
+
+    def _floor(self, setting: Setting) -> int:
+        """The bound without collectives."""
+        table, p, m, shape = self.table(setting), setting.mesh.degree("pp"), setting.microbatches, self.form(setting)
+        hops = sum(one != other for one, other in pairwise(shape.place))
+        forward, backward, inputs, _ = table.actions
+        once = forward[-1] + (inputs[-1] if shape.halved else backward[-1])
+        share = max(table.longest, -(-table.total // p))
+        least = max(m * share, once + 2 * hops * round(self.request.cluster.link_latency * FEMTOSECONDS))
+        if shape.several:
+            ahead = forward if shape.halved else table.elapsed
+            least = max(least, (m * table.total + sum(ahead[shape.place.index(rank)] for rank in range(p))) // p)
+        elif p > 1:
+            lead = min((f / (f + b) for f, b, _, _ in table.times if f + b), default=1.0) if shape.halved else 1.0
+            least = max(least, int(lead * table.total / (1 - (1 - lead / m) ** p) * (1 - 1e-12))) if lead else least
+        if setting.text == "gpipe":
+            least = max(least, table.total + (m - 1) * share)
+        return least
 
     def stages(self, setting: Setting, limit: int | None, *, recomputing: bool | None = None) -> Stages:
         """The stages that the setting allows within a limit, None for any."""
         free = self.request.free if recomputing is None else recomputing
-        return Stages(self.table(setting), self.holding(setting), self.flights(setting), limit, recomputing=free)
+        flights = () if self.form(setting).several else self.flights(setting)
+        return Stages(self.table(setting), self.holding(setting), flights, limit, recomputing=free)
+
+    def held(self, setting: Setting, stages: Stages) -> Held:
+        """What the ranks of a setting hold that have several stages each."""
+        key = setting.text, setting.mesh.degree("pp"), setting.microbatches
+        if key not in self._moments:
+            self._moments[key] = in_flight(self.made(setting))
+        return Held(stages, self.pipe(setting), self.form(setting).place, self._moments[key])
 
     def flush(self, setting: Setting) -> Flush:
         """The flush of a setting's pipeline."""
@@ -259,17 +285,17 @@ class Space:
         pp, count = setting.mesh.degree("pp"), setting.microbatches
         if setting.text == "1f1b":
             return tuple(min(count, pp - rank) for rank in range(pp))
-        return (count,) * pp if setting.text == "gpipe" else _flights(self.made(setting))
+        return (count,) * pp if setting.text == "gpipe" else flights_of(self.made(setting))
 
     def pipe(self, setting: Setting) -> Pipe:
         """What the setting's step is made of, beside its stages."""
-        pp, count, cluster = setting.mesh.degree("pp"), setting.microbatches, self.request.cluster
-        table, halved = self.table(setting), self.halved(setting)
+        count, cluster, shape = setting.microbatches, self.request.cluster, self.form(setting)
+        table, halved, stages = self.table(setting), shape.halved, len(shape.place)
         transfer = [round(n.boundary_bytes / cluster.link_bandwidth * FEMTOSECONDS) for n in table.numbers]
         return Pipe(
-            stages=pp,
+            stages=stages,
             microbatches=count,
-            actions=(3 if halved else 2) * pp * count,
+            actions=(3 if halved else 2) * stages * count,
             flush=partial(self.flush, setting),
             whole=not halved,
             alternating=setting.text == "1f1b",
@@ -277,19 +303,33 @@ class Space:
             transfer=tuple(table.values(transfer)),
             exchanged=self.exchanged(setting),
             starts=self.request.starts,
-            allowed=self.allowed(pp),
+            allowed=self.allowed(stages),
         )
 
     def best(
         self, setting: Setting, known: float = inf, *, limit: int | None = None, recomputing: bool | None = None
     ) -> Found | None:
         """The best plan of the setting within a limit, by default the request's; None if none fits."""
+        key = setting, limit, recomputing
+        least = self._learned.get(key, 0)
+        if least == inf:
+            return None
+        if least > known:
+            return Found(None, int(least))
         stages = self.stages(setting, self.request.memory if limit is None else limit, recomputing=recomputing)
-        return shortest(stages, self.pipe(setting), known)
+        if self.form(setting).several:
+            found, beyond = dealt.shortest(stages, self.pipe(setting), self.held(setting, stages), known), inf
+        else:
+            found, beyond = shortest(stages, self.pipe(setting), known), known + 1
+        self._learned[key] = max(least, beyond if found is None else found.bound)
+        return found
 
     def least(self, setting: Setting, *, recomputing: bool | None = None) -> int:
-        """The smallest limit that a plan of the setting fits."""
-        return least_need(self.stages(setting, None, recomputing=recomputing), self.pipe(setting))
+        """The smallest limit that a plan of the setting is known to fit."""
+        stages = self.stages(setting, None, recomputing=recomputing)
+        if self.form(setting).several:
+            return self.held(setting, stages).least()
+        return least_need(stages, self.pipe(setting))
 
     def room(self, setting: Setting, limit: int) -> bool:
         """Whether the ranks have, in the mean, room within a limit for what the setting holds beside activations."""
@@ -299,11 +339,15 @@ class Space:
         """Whether some plan of the setting fits a limit."""
         if not self.room(setting, limit):
             return False
+        if self.form(setting).several:
+            return self.held(setting, self.stages(setting, limit, recomputing=recomputing)).fits()
         return within(self.stages(setting, None, recomputing=recomputing), self.pipe(setting))(limit)
 
     def peak(self, setting: Setting, cut: Cut) -> int:
         """The bytes of the fullest rank of a plan of a setting."""
         stages = self.stages(setting, None)
+        if self.form(setting).several:
+            return self.held(setting, stages).peak(cut.starts, cut.ways)
         ends = [*cut.starts[1:], stages.table.segments]
         return max(stages.held(k, i, j, cut.ways[k]) for k, (i, j) in enumerate(zip(cut.starts, ends, strict=True)))
 
@@ -342,15 +386,3 @@ def roomy(request: Request) -> Iterator[Mesh]:
         )
         if any(space.room(setting, request.memory) for setting in settings):
             yield mesh
-
-
-def _flights(schedule: Schedule) -> tuple[int, ...]:
-    """How many microbatches each rank keeps at most, its stage being the only one."""
-    found = []
-    for row in schedule.table:
-        kept = most = 0
-        for action in row:
-            most = max(most, kept) if action.kind in ENDS else most
-            kept += (action.kind is Kind.F) - (action.kind in ENDS)
-        found.append(most)
-    return tuple(found)

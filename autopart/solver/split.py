@@ -36,6 +36,7 @@ class SplitProblem:
     moments: tuple[Moment, ...]  # those at which a rank may hold most
     limit: int  # bytes per device
     starts: tuple[int, ...] = ()  # segments where a stage must begin
+    barred: frozenset[int] = frozenset()  # those where none may
     _elapsed: tuple[int, ...] = field(init=False, repr=False, compare=False)
     _kept: tuple[int, ...] = field(init=False, repr=False, compare=False)
     _flight: tuple[int, ...] = field(init=False, repr=False, compare=False)
@@ -88,12 +89,13 @@ class SplitProblem:
         """Whether such a stage stays within the limit, alone."""
         return self.need(stage, start, stop) <= self.limit
 
-    def stops(self, stage: int, start: int) -> range:
+    def stops(self, stage: int, start: int) -> Sequence[int]:
         """Where a stage from `start` may end, memory left aside: later stages need a segment each, pins a cut."""
         if stage == self.stages - 1:
             return range(self.segments, self.segments + (not any(pin > start for pin in self.starts)))
         last = self.segments - (self.stages - 1 - stage)
-        return range(start + 1, min([last, *(pin for pin in self.starts if pin > start)]) + 1)
+        found = range(start + 1, min([last, *(pin for pin in self.starts if pin > start)]) + 1)
+        return [stop for stop in found if stop not in self.barred] if self.barred else found
 
 
 @dataclass(frozen=True, slots=True)
