@@ -38,7 +38,7 @@ def blocks_recomputed_backward(
     view_5 = aten.view.default(addmm_1, [b, 8, 16])
     del reshape, t_1, addmm_1
     # models.py:52  x = x + self.proj(y.transpose(1, 2).reshape(batch, length, width))
-    add = aten.add.Tensor(x, view_5)
+    add = aten.add.out(x, view_5, out=view_5)
     del view_5
     # norm2 | models.py:53  return x + self.down(F.gelu(self.up(self.norm2(x))))
     layer_norm_3, layer_norm_4, layer_norm_5 = aten.native_layer_norm.default(
@@ -66,7 +66,7 @@ def blocks_recomputed_backward(
     view_12 = aten.view.default(mm, [b, 8, 64])
     del view_10, mm, t_4, view_8, sum
     # models.py:53  return x + self.down(F.gelu(self.up(self.norm2(x))))
-    gelu_backward = aten.gelu_backward.default(view_12, view_7)
+    gelu_backward = aten.gelu_backward.grad_input(view_12, view_7, grad_input=view_12)
     del view_12, view_7
     # up | models.py:53  return x + self.down(F.gelu(self.up(self.norm2(x))))
     view_13 = aten.view.default(gelu_backward, [8 * b, 64])
@@ -83,7 +83,7 @@ def blocks_recomputed_backward(
     )
     del view_15, add, layer_norm_4, layer_norm_5
     # models.py:53  return x + self.down(F.gelu(self.up(self.norm2(x))))
-    add_2 = aten.add.Tensor(dx, layer_norm_backward)
+    add_2 = aten.add.out(dx, layer_norm_backward, out=layer_norm_backward)
     del layer_norm_backward
     # proj | models.py:52  x = x + self.proj(y.transpose(1, 2).reshape(batch, length, width))
     view_16 = aten.view.default(add_2, [8 * b, 16])
@@ -129,7 +129,7 @@ def blocks_recomputed_backward(
     )
     del view_20, layer_norm_1, layer_norm_2
     # models.py:49  for t in self.qkv(self.norm1(x)).split(width, dim=2)
-    add_3 = aten.add.Tensor(add_2, layer_norm_backward_3)
+    add_3 = aten.add.out(add_2, layer_norm_backward_3, out=add_2)
     return (
         add_3, (layer_norm_backward_4, layer_norm_backward_5, mm_7, reshape_6, mm_5, view_17,
         layer_norm_backward_1, layer_norm_backward_2, mm_3, view_14, mm_1, view_11),
