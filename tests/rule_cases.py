@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
+from autopart.scans import FROM_END
+
 aten = torch.ops.aten
 
 Case = Callable[["Sizes"], tuple[Any, ...]]
@@ -350,6 +352,7 @@ ELEMENTARY: Mapping[str, Case] = {
     "flip": lambda s: (aten.flip.default, s.normal(3, s.size(), 2), [s.size(-3, 2)]),
     "roll": lambda s: (aten.roll.default, s.normal(3, s.size(), 2), [1], [s.size(0, 2)] if s.flag() else []),
     "cumsum": along(aten.cumsum.default),
+    "autopart.cumsum_from_end": along(FROM_END),
     "cumprod": along(aten.cumprod.default),
     "logcumsumexp": along(aten.logcumsumexp.default),
     "cummax": along(aten.cummax.default),

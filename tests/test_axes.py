@@ -114,7 +114,7 @@ def test_experts_lie_apart_and_tokens_travel() -> None:
     how = parameters(found)
     assert {how[f"layers.{i}.experts.{name}"] for i in range(2) for name in ("up", "down")} == {Shard(0)}
     assert (how["layers.1.qkv.weight"], how["layers.1.out.weight"]) == (Shard(0, 3), Shard(1))
-    forward, backward = exchanges(found, "layers_1")
+    forward, backward = exchanges(found, "layers_w2")  # of the second layer, which is handed pieces
     assert forward == ["all_gather", "all_gather", "reduce_scatter", "all_to_all", "all_to_all"]
     assert backward.count("all_to_all") == 2
     unit = found.state_on(1).homes()["layers.0.experts.up"]

@@ -432,7 +432,8 @@ def test_a_save_that_fails_leaves_the_checkpoint_before_it(
     LocalWorld(2).run(saved, tmp_path, PLANS["pp2"], momentum)  # a good one, which clears up what the failed one left
     index = json.loads((tmp_path / "checkpoint.json").read_text())
     assert {path.name for path in tmp_path.iterdir()} == {"checkpoint.json", index["data"]}
-    assert (index["mesh"], index["ranks"], len(index["model"])) == ("pp=2", 2, 16)
+    assert (index["mesh"], index["ranks"]) == ("pp=2", 2)
+    assert re.fullmatch(r"\d+(-[0-9a-f]{8}){3}", index["model"])
 
 
 def refused(rank: int, folder: Path) -> list[str]:

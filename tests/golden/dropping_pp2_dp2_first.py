@@ -23,15 +23,15 @@ def h_0_forward(b, B, x, drop_draw, draw, lin_weight, lin_bias):
     # drop | random_models.py:24  return F.dropout(self.drop(self.lin(x)).tanh(), 0.2, self.training)
     bernoulli = torch.ops.autopart.bernoulli.default(drop_draw, 0.7, [b, 8], 0, device=DEVICE)
     to_copy = aten._to_copy.default(bernoulli, dtype=torch.float64)
-    mul = aten.mul.Tensor(to_copy, 1.4285714285714286)
-    mul_1 = aten.mul.Tensor(addmm, mul)
+    mul = aten.mul.out(to_copy, 1.4285714285714286, out=to_copy)
+    mul_1 = aten.mul.out(addmm, mul, out=addmm)
     del to_copy, mul, addmm
     # random_models.py:24  return F.dropout(self.drop(self.lin(x)).tanh(), 0.2, self.training)
-    tanh = aten.tanh.default(mul_1)
+    tanh = aten.tanh.out(mul_1, out=mul_1)
     bernoulli_1 = torch.ops.autopart.bernoulli.default(draw, 0.8, [b, 8], 0, device=DEVICE)
     to_copy_1 = aten._to_copy.default(bernoulli_1, dtype=torch.float64)
-    mul_2 = aten.mul.Tensor(to_copy_1, 1.25)
-    mul_3 = aten.mul.Tensor(tanh, mul_2)
+    mul_2 = aten.mul.out(to_copy_1, 1.25, out=to_copy_1)
+    mul_3 = aten.mul.out(tanh, mul_2, out=mul_2)
     return mul_3, (bernoulli_1, tanh, bernoulli, x)
 
 
@@ -39,7 +39,7 @@ def h_0_backward(b, B, dx, bernoulli_1, tanh, bernoulli, x, lin_weight, lin_bias
     """Backward of h.0."""
     # random_models.py:24  return F.dropout(self.drop(self.lin(x)).tanh(), 0.2, self.training)
     dropout_backward = aten.native_dropout_backward.default(dx, bernoulli_1, 1.25)
-    tanh_backward = aten.tanh_backward.default(dropout_backward, tanh)
+    tanh_backward = aten.tanh_backward.grad_input(dropout_backward, tanh, grad_input=dropout_backward)
     del dropout_backward
     # drop | random_models.py:24  return F.dropout(self.drop(self.lin(x)).tanh(), 0.2, self.training)
     dropout_backward_1 = aten.native_dropout_backward.default(tanh_backward, bernoulli, 1.4285714285714286)
@@ -61,15 +61,15 @@ def h_forward(b, B, x, drop_draw, draw, lin_weight, lin_bias):
     # drop | random_models.py:24  return F.dropout(self.drop(self.lin(x)).tanh(), 0.2, self.training)
     bernoulli = torch.ops.autopart.bernoulli.default(drop_draw, 0.7, [b, 8], 0, device=DEVICE)
     to_copy = aten._to_copy.default(bernoulli, dtype=torch.float64)
-    mul = aten.mul.Tensor(to_copy, 1.4285714285714286)
-    mul_1 = aten.mul.Tensor(addmm, mul)
+    mul = aten.mul.out(to_copy, 1.4285714285714286, out=to_copy)
+    mul_1 = aten.mul.out(addmm, mul, out=addmm)
     del to_copy, mul, addmm
     # random_models.py:24  return F.dropout(self.drop(self.lin(x)).tanh(), 0.2, self.training)
-    tanh = aten.tanh.default(mul_1)
+    tanh = aten.tanh.out(mul_1, out=mul_1)
     bernoulli_1 = torch.ops.autopart.bernoulli.default(draw, 0.8, [b, 8], 0, device=DEVICE)
     to_copy_1 = aten._to_copy.default(bernoulli_1, dtype=torch.float64)
-    mul_2 = aten.mul.Tensor(to_copy_1, 1.25)
-    mul_3 = aten.mul.Tensor(tanh, mul_2)
+    mul_2 = aten.mul.out(to_copy_1, 1.25, out=to_copy_1)
+    mul_3 = aten.mul.out(tanh, mul_2, out=mul_2)
     return mul_3, (bernoulli_1, tanh, bernoulli, x)
 
 
@@ -77,7 +77,7 @@ def h_backward(b, B, dx, bernoulli_1, tanh, bernoulli, x, lin_weight, lin_bias):
     """Backward of h.1."""
     # random_models.py:24  return F.dropout(self.drop(self.lin(x)).tanh(), 0.2, self.training)
     dropout_backward = aten.native_dropout_backward.default(dx, bernoulli_1, 1.25)
-    tanh_backward = aten.tanh_backward.default(dropout_backward, tanh)
+    tanh_backward = aten.tanh_backward.grad_input(dropout_backward, tanh, grad_input=dropout_backward)
     del dropout_backward
     # drop | random_models.py:24  return F.dropout(self.drop(self.lin(x)).tanh(), 0.2, self.training)
     dropout_backward_1 = aten.native_dropout_backward.default(tanh_backward, bernoulli, 1.4285714285714286)
