@@ -91,7 +91,7 @@ def whole(segmented: Segmented, placed: Placed, samples: int) -> float:
 
 @pytest.mark.parametrize("samples", [pytest.param(4, marks=pytest.mark.soak), 3])
 def test_a_loop_over_time_runs_by_samples_or_by_hidden_units(samples: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So few samples run by hidden units, which each step gathers, even where the axis divides them. The plan says so."""
+    """So few samples run by hidden units, which each step gathers, also where the axis divides them; a note says so."""
     monkeypatch.setattr("autopart.solver.place.LARGEST", 1 << 12)  # a longer loop is too entangled by itself
     found = program(samples)
     (note,) = [note for note in found.plan.notes if "too entangled" in note]
