@@ -20,11 +20,10 @@ from autopart.ir.plan import Plan
 from autopart.solver import choose, dealt
 from autopart.solver.chunks import ways
 from autopart.solver.families import ANYWHERE, COMMON, PORTFOLIO
-from autopart.solver.request import resolve
 from autopart.solver.space import LONGEST, Space
 from tests.oracle import _exchange, every_split, stage_bytes
 from tests.test_choose import CLUSTER, MIB, B, layer
-from tests.test_joint import numbers_of
+from tests.test_joint import asked, chosen, numbers_of
 from tests.test_schedule import uneven
 
 QUICK = settings(max_examples=10, deadline=None, derandomize=True)
@@ -118,12 +117,7 @@ def peak(made: schedules.Schedule, numbers: list[SegmentNumbers], starts: tuple[
 
 
 def planned(model: Model, devices: int, limit: int, **pins: Any) -> Plan | None:
-    plain, again, cluster, batch = model
-    pins = {"cluster": cluster, "families": True, "recomputed": again, **pins}
-    try:
-        return choose(plain, batch=batch, devices=devices, memory=limit, **pins)
-    except PlanInfeasible:
-        return None
+    return chosen(model, devices, limit, families=True, **pins)
 
 
 @QUICK
@@ -171,20 +165,8 @@ def test_bounds_are_below_what_all_splits_take(model: Model, percent: int, name:
     plain, again, cluster, batch = model
     if len(plain) < 4:
         return
-    pins: dict[str, Any] = dict.fromkeys(("stages", "placement", "microbatches", "recompute"))
-    request = resolve(
-        plain,
-        batch=batch,
-        cluster=cluster,
-        devices=2,
-        mesh={"pp": 2},
-        schedule=name,
-        memory=limit_of(model, percent),
-        recomputed=again,
-        optimizer_ratio=2.0,
-        forwards_first=False,
-        **pins,
-    )
+    pins: dict[str, Any] = {"mesh": {"pp": 2}, "schedule": name, "memory": limit_of(model, percent)}
+    request = asked(plain, batch=batch, cluster=cluster, devices=2, recomputed=again, **pins)
     for setting in Space(request).settings:
         exact = Space(request).best(setting)
         with pytest.MonkeyPatch.context() as patch:
@@ -221,27 +203,12 @@ def test_a_rank_recomputes_all_of_its_stages_or_nothing() -> None:
 def test_many_layers_are_dealt_at_least_as_well_as_by_the_busiest_rank() -> None:
     costs = uneven(3, 26)
     pins: dict[str, Any] = {"batch": 16, "mesh": {"pp": 4}, "microbatches": 16, "cluster": CLUSTER, "recompute": False}
-    plan = choose(costs, schedule="interleaved(chunks=3)", **pins)
+    pins |= {"schedule": "interleaved(chunks=3)"}
+    plan = choose(costs, **pins)
     assert plan.optimality.startswith("at most ") and "under interleaved(chunks=3)" in plan.optimality
-    request = resolve(
-        costs,
-        batch=16,
-        cluster=CLUSTER,
-        devices=4,
-        mesh={"pp": 4},
-        stages=None,
-        placement=None,
-        schedule="interleaved(chunks=3)",
-        microbatches=16,
-        memory=None,
-        recompute=False,
-        recomputed=None,
-        optimizer_ratio=2.0,
-        forwards_first=False,
-    )
-    space = Space(request)
+    space = Space(asked(costs, devices=4, **pins))
     (setting,) = space.settings
-    stages = space.stages(setting, request.memory)
+    stages = space.stages(setting, space.request.memory)
     held = space.held(setting, stages)
     search = dealt.Dealt(stages, space.pipe(setting), held, float("inf"))
     found = [search._run(split.starts) for split in ways(held.plain)]

@@ -26,7 +26,7 @@ from autopart.solver import choose
 from autopart.solver.cut import Search
 from autopart.solver.flush import Flush
 from autopart.solver.pareto import front
-from autopart.solver.request import resolve
+from autopart.solver.request import Request, resolve
 from autopart.solver.space import Space
 from autopart.solver.stages import Way
 from tests.oracle import every_split, stage_bytes, step_seconds
@@ -108,11 +108,17 @@ def peak(segments: list[SegmentNumbers], starts: tuple[int, ...], preset: str, d
 
 def chosen(model: Model, devices: int, limit: int, **pins: Any) -> Plan | None:
     plain, again, cluster, batch = model
-    pins = {"cluster": cluster, **pins}
+    pins = {"cluster": cluster, "recomputed": again, **pins}
     try:
-        return choose(plain, recomputed=again, batch=batch, devices=devices, memory=limit, **pins)
+        return choose(plain, batch=batch, devices=devices, memory=limit, **pins)
     except PlanInfeasible:
         return None
+
+
+def asked(costs: list[SegmentCost], **pins: Any) -> Request:
+    """The request of these pins, and of no others."""
+    names = ("stages", "placement", "schedule", "microbatches", "memory", "recompute", "recomputed")
+    return resolve(costs, **{**dict.fromkeys(names), "optimizer_ratio": 2.0, "forwards_first": False, **pins})
 
 
 @QUICK
@@ -286,21 +292,14 @@ def test_bounds_of_many_splits_are_below_all_of_them() -> None:
     for seed in range(12):
         costs, stages = uneven(seed, 7), 2 + seed % 3
         space = Space(
-            resolve(
+            asked(
                 costs,
                 batch=6,
                 cluster=CLUSTER,
                 devices=stages,
                 mesh={"pp": stages},
-                stages=None,
-                placement=None,
                 schedule=("1f1b", "gpipe", "zb-h1")[seed % 3],
                 microbatches=6,
-                memory=None,
-                recompute=None,
-                recomputed=None,
-                optimizer_ratio=2.0,
-                forwards_first=False,
             )
         )
         (setting,) = space.settings
@@ -317,21 +316,14 @@ def test_bounds_of_many_splits_are_below_all_of_them() -> None:
 @given(models(), st.sampled_from([2, 3, 4]), PERCENT)
 def test_bounds_hold_where_memory_asks_for_recomputation(model: Model, devices: int, percent: int) -> None:
     plain, again, cluster, batch = model
-    request = resolve(
+    request = asked(
         plain,
         batch=max(batch, devices),
         cluster=cluster,
         devices=devices,
         mesh=None,
-        stages=None,
-        placement=None,
-        schedule=None,
-        microbatches=None,
         memory=limit_of(model, percent),
-        recompute=None,
         recomputed=again,
-        optimizer_ratio=2.0,
-        forwards_first=False,
     )
     space = Space(request)
     for setting in space.settings:
@@ -348,23 +340,9 @@ def test_bounds_hold_where_memory_asks_for_recomputation(model: Model, devices: 
 
 def two_stages(plain: list[SegmentCost], again: list[SegmentCost], *, batch: int, memory: int) -> Space:
     """What is searched for a pipeline of two stages, whose microbatches are of one sample."""
-    request = resolve(
-        plain,
-        batch=batch,
-        cluster=Cluster.uniform(4, 10**9, 1e4, 1e9, 1e9, 0.0),
-        devices=2,
-        mesh={"pp": 2},
-        stages=None,
-        placement=None,
-        schedule=None,
-        microbatches=batch,
-        memory=memory,
-        recompute=None,
-        recomputed=again,
-        optimizer_ratio=2.0,
-        forwards_first=False,
-    )
-    return Space(request)
+    cluster = Cluster.uniform(4, 10**9, 1e4, 1e9, 1e9, 0.0)
+    pins: dict[str, Any] = {"mesh": {"pp": 2}, "microbatches": batch, "memory": memory, "recomputed": again}
+    return Space(asked(plain, batch=batch, cluster=cluster, devices=2, **pins))
 
 
 def test_the_bound_holds_where_another_split_needs_less_recomputation() -> None:

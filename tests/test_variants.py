@@ -21,7 +21,7 @@ from autopart.ir.tensor_plan import TensorPlan
 from autopart.solver import choose
 from autopart.solver.pareto import front
 from tests.test_choose import MIB, B, frugal, gpt, layer
-from tests.test_joint import PERCENT, Model, Point, every_plan, limit_of, models
+from tests.test_joint import PERCENT, Model, Point, chosen, every_plan, limit_of, models
 
 QUICK = settings(max_examples=12, deadline=None, derandomize=True)
 
@@ -76,22 +76,13 @@ def every_wide_plan(model: Model, degrees: Degrees, devices: int) -> Iterator[Po
             yield from every_plan((costs, recomputed, cluster, batch), devices // degree)
 
 
-def planned(model: Model, degrees: Degrees, devices: int, limit: int, **pins: Any) -> Plan | None:
-    plain, again, cluster, batch = model
-    pins = {"recomputed": again, "cluster": cluster, "degrees": degrees, **pins}
-    try:
-        return choose(plain, batch=batch, devices=devices, memory=limit, **pins)
-    except PlanInfeasible:
-        return None
-
-
 @QUICK
 @given(wide(), st.sampled_from([2, 4]), PERCENT)
 def test_equals_brute_force(drawn: tuple[Model, Degrees], devices: int, percent: int) -> None:
     model, degrees = drawn
     limit = limit_of(model, percent)
     fitting = [step for step, held in every_wide_plan(model, degrees, devices) if held <= limit]
-    plan = planned(model, degrees, devices, limit)
+    plan = chosen(model, devices, limit, degrees=degrees)
     assert (plan is None) == (not fitting)
     if plan is not None:
         assert plan.prediction.step_seconds == pytest.approx(min(fitting), rel=1e-9, abs=1e-12)
@@ -109,7 +100,7 @@ def test_no_pin_helps_and_more_memory_or_faster_links_never_hurt(
     model, devices, limit = (plain, again, cluster, max(batch, 4)), 4, limit_of(drawn[0], percent)
 
     def step(model: Model = model, limit: int = limit, **pins: Any) -> float:
-        plan = planned(model, degrees, devices, limit, **pins)
+        plan = chosen(model, devices, limit, degrees=degrees, **pins)
         return float("inf") if plan is None else plan.prediction.step_seconds
 
     free = step() * (1 + 1e-9)
