@@ -42,7 +42,7 @@ def body(world, b, B, x, w, row):
 """
 
 
-def run(text: str, monkeypatch: pytest.MonkeyPatch | None = None) -> tuple[Spec, ...]:
+def run(text: str) -> tuple[Spec, ...]:
     """What a body of these lines returns for `x` of [6, 6], `w` alike and `row` of [6]."""
     source = HEAD + "".join(f"    {line.strip()}\n" for line in text.strip().splitlines())
     parsed = parse(source, "<rank 0>")
@@ -77,8 +77,8 @@ GOOD = {
         return y""",
     "with the number that a call makes": """
         mm = aten.mm.default(x, w)
-        fill = aten.masked_fill_.Scalar(mm, aten.gt.Scalar(x, 0), 0.0)
-        return fill""".replace("aten.gt.Scalar(x, 0)", "row > 0").replace("0.0", 'float("-inf")'),
+        fill = aten.masked_fill_.Scalar(mm, row > 0, float("-inf"))
+        return fill""",
     "what an operator makes for itself": """
         mm = aten.mm.default(x, w)
         return torch.ops.overwriting_test.twice.default(mm), mm""",
