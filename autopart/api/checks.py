@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
@@ -62,21 +62,20 @@ def check_cut(shares: Sequence[int], plan: Plan, least: int) -> None:
 def check_chunked(chunks: Sequence[tuple[str, int]], captured: Captured) -> None:
     """Refuse a pattern of modules in chunks that matches no module which computes anything."""
     known = {path for node in captured.nodes if not node.backward and node.module for path in around(node.module)}
-    for pattern, _ in chunks:
-        if not any(fnmatchcase(name, pattern) for name in known):
-            close = get_close_matches(pattern, known, n=3)
-            hint = f"; did you mean {', '.join(map(repr, close))}?" if close else ""
-            raise ValueError(f"chunks: no module that computes anything is called {pattern!r}{hint}")
+    _check_matches((pattern for pattern, _ in chunks), known, "chunks: no module that computes anything")
 
 
 def check_patterns(placement: object, captured: Captured) -> None:
     """Refuse a placement pattern that matches no parameter."""
-    if not isinstance(placement, Mapping):
-        return
-    names = [item.target for item in captured.of_kind("parameter")]
-    known = {candidate for name in names for candidate in around(name)}
-    for pattern in placement:
+    if isinstance(placement, Mapping):
+        known = {path for item in captured.of_kind("parameter") for path in around(item.target)}
+        _check_matches(placement, known, "placement: no parameter or module")
+
+
+def _check_matches(patterns: Iterable[str], known: Collection[str], none: str) -> None:
+    """Raise ValueError for a pattern that matches nothing that is known, with the names that are near."""
+    for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in known):
             close = get_close_matches(pattern, known, n=3)
             hint = f"; did you mean {', '.join(map(repr, close))}?" if close else ""
-            raise ValueError(f"placement: no parameter or module is called {pattern!r}{hint}")
+            raise ValueError(f"{none} is called {pattern!r}{hint}")
