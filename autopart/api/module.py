@@ -214,10 +214,10 @@ def parallelize(
     `semantics` is "exact" (the whole batch on one device; what couples its samples, as a BatchNorm does, takes one
     microbatch, and is refused with several) or "accumulate" (a BatchNorm sees a microbatch of one data rank, as in
     gradient accumulation). ``outputs="all"`` gives every rank the outputs beside the loss, whole (with inputs "local"
-    those of its own samples); otherwise they are None where not
-    made. `weights` is a safetensors file, or a folder of them, from which parameters on meta are read, each rank its
-    part, at the first call; without it a class whose constructor ran under ``torch.device("meta")`` gets the initial
-    values of a plain build with the same seed. `capture` is "compile" (through torch.compile) or "direct".
+    those of its own samples); otherwise they are None where not made. `weights` is a safetensors file, or a folder of
+    them, from which parameters on meta are read, each rank its part, at the first call; without it a class whose
+    constructor ran under ``torch.device("meta")`` gets the initial values of a plain build with the same seed.
+    `capture` is "compile" (through torch.compile) or "direct".
 
     Raises TypeError or ValueError for bad arguments at once; CaptureError or PlanInfeasible at the first call.
     """
