@@ -21,7 +21,7 @@ def keep_freed_memory() -> bool:
     """Have the C library keep what is freed, for this process from now on; whether it will.
 
     It does not where the environment says how it should (`MALLOC_TRIM_THRESHOLD_`, `MALLOC_MMAP_THRESHOLD_`,
-    `GLIBC_TUNABLES`), nor where it is another library than glibc.
+    `GLIBC_TUNABLES`), nor where it is another library than glibc, or one before 2.35, which limits the threshold.
     """
     if any(name in os.environ for name in _SETTINGS):
         return False
