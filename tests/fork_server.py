@@ -33,9 +33,14 @@ class Server:
     connection: Connection
 
     def ask(self, kind: str, value: object) -> Any:
-        """Its answer to a request."""
-        self.connection.send((kind, value))
-        return self.connection.recv()
+        """Its answer to a request; one that is interrupted, as by a test's timeout, ends it and all that it forked."""
+        try:
+            self.connection.send((kind, value))
+            return self.connection.recv()
+        except BaseException:  # the answer may still come, and would be taken for that to the next request
+            self.connection.close()
+            running.cache_clear()
+            raise
 
 
 @dataclass(slots=True)
