@@ -10,19 +10,15 @@ plain program, with its interval.
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from common import alternate, held_and_peak, machine, ratios
 from torch import nn
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
-
 import autopart
-from benchmarks.common import alternate, held_and_peak, machine, ratios
 
 
 class Layer(nn.Module):
