@@ -172,6 +172,7 @@ BAD = [
     ({"mesh": {"dp": 2, "ep": 2}}, ValueError, "mesh: dp=2 x ep=2 splits tensors .*autopart.plan"),
     ({"mesh": {"xp": 4}}, ValueError, "mesh: unknown axis 'xp'"),
     ({"mesh": 4}, TypeError, "mesh: expected axis sizes"),
+    ({"mehs": {"pp": 2}}, TypeError, "mehs: no such argument; a plan takes cluster, devices, mesh"),
     (
         {"mesh": {"pp": 4}, "costs": gpt(1)[:3]},
         ValueError,

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
+from typing import Unpack
 
-from autopart.cluster import Cluster
-from autopart.ir.action import Schedule
 from autopart.ir.cost import SegmentCost
-from autopart.ir.mesh import Mesh
 from autopart.ir.plan import Plan, Prediction, Stage, pinned_chunks, stage_ranks
 from autopart.ir.plan_text import in_chunks
 from autopart.ir.plan_text import schedule as written
@@ -21,10 +19,9 @@ from autopart.solver.certify import certify, many
 from autopart.solver.infeasible import infeasible
 from autopart.solver.joint import Best, Progress, best, leanest
 from autopart.solver.kinds import FEMTOSECONDS
-from autopart.solver.presets import Pinned
 from autopart.solver.question import Question, deadline, with_degrees
 from autopart.solver.reasons import notes, optimality, quality
-from autopart.solver.request import Request
+from autopart.solver.request import Pins, Request
 from autopart.solver.schedule import Chosen, search
 from autopart.solver.search import Solved, check_schedule, exchanged_seconds, first_fit, flush, stage_seconds
 from autopart.solver.space import Space
@@ -43,31 +40,17 @@ def choose(
     costs: Sequence[SegmentCost],
     *,
     batch: int,
-    cluster: Cluster | None = None,
-    devices: int | None = None,
-    mesh: Mapping[str, int] | Mesh | None = None,
-    stages: int | Sequence[str] | None = None,
-    placement: Pinned = None,
-    schedule: str | Schedule | None = None,
-    microbatches: int | None = None,
-    memory: str | int | None = None,
-    recompute: bool | Sequence[str] | None = None,
-    offload: bool = False,
-    chunks: Mapping[str, int] | None = None,
     recomputed: Sequence[SegmentCost] | None = None,
     optimizer_ratio: float = 2.0,
-    precision: str | None = None,
     forwards_first: bool = False,
     fingerprint: str = "",
     tensor: TensorPlan | None = None,
     others: Sequence[Costed] = (),
-    objective: str = "time",
-    time_limit: float | None = None,
-    progress: Progress = lambda done, count: None,
     degrees: Degrees = MappingProxyType({}),
     chunked: Chunked = MappingProxyType({}),
     looks_up: bool = False,
     families: bool = False,
+    **pins: Unpack[Pins],
 ) -> Plan:
     """The plan for a model of these segments and a batch of `batch` samples.
 
@@ -111,36 +94,24 @@ def choose(
     Raises ValueError or TypeError naming a bad argument; `PlanInfeasible` where nothing fits, with the stage that needs
     most, by state, the pins that contradict each other, and single changes that make it fit.
     """
+    objective, progress = pins.get("objective", "time"), pins.get("progress", lambda done, count: None)
     if objective not in OBJECTIVES:
         raise ValueError(f"objective: {objective!r} is not known; one of {', '.join(OBJECTIVES)}")
     began = time.monotonic()
-    until = deadline(began, time_limit)
-    question = Question(
+    until = deadline(began, pins.get("time_limit"))
+    question = Question.of(
         costs,
-        devices,
-        {
-            "mesh": mesh,
-            "stages": stages,
-            "placement": placement,
-            "schedule": schedule,
-            "microbatches": microbatches,
-            "recompute": recompute,
-        },
-        {
-            "batch": batch,
-            "cluster": cluster,
-            "memory": memory,
-            "recomputed": recomputed,
-            "optimizer_ratio": optimizer_ratio,
-            "forwards_first": forwards_first,
-            "tensor": tensor,
-            "others": others,
-            "degrees": degrees,
-            "chunked": chunked,
-            "looks_up": looks_up,
-            "offload": offload,
-            "families": families,
-        },
+        pins,
+        batch=batch,
+        recomputed=recomputed,
+        optimizer_ratio=optimizer_ratio,
+        forwards_first=forwards_first,
+        tensor=tensor,
+        others=others,
+        degrees=degrees,
+        chunked=chunked,
+        looks_up=looks_up,
+        families=families,
     )
     request = question.request()
     space = Space(request)
@@ -159,10 +130,10 @@ def choose(
     if plan is None:
         nearest = space.request if space.joint or not request.free else request.recomputing()
         raise infeasible(nearest, question.given, partial(question.keeping, devices=request.devices))
-    pinned = pinned_chunks(chunks)
+    pinned = pinned_chunks(pins.get("chunks"))
     told = (f"in chunks {in_chunks(pinned)}: pinned",) if pinned else ()
     plan = replace(plan, chunks=pinned, notes=(*plan.notes, *told))
-    return replace(plan, precision=precision, fingerprint=fingerprint, took=time.monotonic() - began)
+    return replace(plan, precision=pins.get("precision"), fingerprint=fingerprint, took=time.monotonic() - began)
 
 
 def _jointly(space: Space, objective: str, until: float, progress: Progress) -> Plan | None:

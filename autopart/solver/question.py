@@ -10,7 +10,7 @@ from typing import Any
 
 from autopart.ir.cost import SegmentCost
 from autopart.solver.joint import Progress
-from autopart.solver.request import Request, resolve
+from autopart.solver.request import Pins, Request, resolve
 from autopart.solver.search import meshes
 from autopart.solver.space import Space
 
@@ -26,6 +26,17 @@ class Question:
     devices: int | None
     pins: Mapping[str, Any]
     rest: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, costs: Sequence[SegmentCost], pins: Pins, **rest: Any) -> Question:
+        """The question that a caller's arguments ask, beside which `resolve` takes the `rest`.
+
+        Raises TypeError for an argument that is not known.
+        """
+        if unknown := sorted(pins.keys() - Pins.__annotations__.keys()):
+            raise TypeError(f"{unknown[0]}: no such argument; a plan takes {', '.join(Pins.__annotations__)}")
+        more = {"cluster": pins.get("cluster"), "memory": pins.get("memory"), "offload": pins.get("offload", False)}
+        return cls(costs, pins.get("devices"), {pin: pins.get(pin) for pin in PINS}, more | rest)
 
     def request(self) -> Request:
         """The request; ValueError or TypeError names the argument that is wrong."""

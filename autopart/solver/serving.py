@@ -34,7 +34,7 @@ from autopart.solver.infeasible import infeasible
 from autopart.solver.joint import Progress
 from autopart.solver.kinds import FEMTOSECONDS, Sums
 from autopart.solver.memory import MemoryModel
-from autopart.solver.question import PINS, Question, deadline, with_degrees
+from autopart.solver.question import Question, deadline, with_degrees
 from autopart.solver.request import Pins, Request
 from autopart.solver.setting import Setting
 from autopart.solver.space import Space
@@ -80,10 +80,17 @@ def serve(
             raise ValueError(f"{pin}: a program that runs forwards alone has nothing of that; leave it out")
     began, progress = time.monotonic(), pins.get("progress", lambda done, count: None)
     until = deadline(began, pins.get("time_limit"))
-    given = {pin: pins.get(pin) for pin in PINS}
-    rest = {"cluster": pins.get("cluster"), "memory": pins.get("memory"), "tensor": tensor, "degrees": degrees}
-    more = {"batch": batch, "recomputed": recomputed, "others": others, "optimizer_ratio": 0.0, "forwards_first": False}
-    question = Question(costs, pins.get("devices"), given, rest | more)
+    question = Question.of(
+        costs,
+        pins,
+        batch=batch,
+        recomputed=recomputed,
+        optimizer_ratio=0.0,
+        forwards_first=False,
+        tensor=tensor,
+        others=others,
+        degrees=degrees,
+    )
     request = question.request()
     if not Space(request).single:
         raise ValueError(
