@@ -15,6 +15,9 @@ import torch
 PROLOGUE = "prologue"
 """The function that computes what a whole step needs of its inputs before the first microbatch."""
 
+Lines = tuple[tuple[int, str], ...]
+"""Something at some lines: a name, or a statement as Python writes it."""
+
 _WORD = re.compile(r"\w+")
 
 _DRAW = re.compile(r"\bautopart\.(uniform|normal|bernoulli)\b")
@@ -41,14 +44,14 @@ def _operands(body: ast.FunctionDef) -> Iterator[tuple[int, str]]:
                 yield node.lineno - body.lineno, name
 
 
-def draws(body: ast.AST) -> tuple[tuple[int, str], ...]:
+def draws(body: ast.AST) -> Lines:
     """The statements that draw random numbers, each with its line in the source, written as Python writes them."""
     made = [node for node in ast.walk(body) if isinstance(node, ast.stmt) and not hasattr(node, "body")]
     found = ((node.lineno, ast.unparse(node)) for node in made)
     return tuple(sorted((line, text) for line, text in found if _DRAW.search(text)))
 
 
-def _unread(body: ast.FunctionDef) -> tuple[tuple[int, str], ...]:
+def _unread(body: ast.FunctionDef) -> Lines:
     """The names that a function gives to values which it never reads, each with its line in the source."""
     names = [node for node in ast.walk(body) if isinstance(node, ast.Name)]
     read = {node.id for node in names if isinstance(node.ctx, ast.Load)} | {"_"}
@@ -113,57 +116,68 @@ class Body:
     """A body's text (with all that it calls), and whether what it returns may depend on the size of the whole batch.
 
     One that `communicates` takes the world before all else; `operands` are the names of what its collectives on values
-    are given, by line of the body. `loops` are the first and last lines of those over chunks, by line of the body.
-    `unread` has the names of values that it makes for nothing, by line of the source, if it has either. `statements`
-    are its simple ones, `last_reads` where each name is read last; both count lines from the body's first. `draws` are
-    its statements that draw random numbers, by line of the source.
+    are given. `loops` are the first and last lines of those over chunks. `unread` has the names of values that it makes
+    for nothing, if it has either. `statements` are its simple ones, `last_reads` where each name is read last, `draws`
+    its statements that draw random numbers. Lines are counted from the body's first.
     """
 
     text: str
     reads_whole: bool
     communicates: bool = False
-    operands: tuple[tuple[int, str], ...] = ()
-    unread: tuple[tuple[int, str], ...] = ()
+    operands: Lines = ()
+    unread: Lines = ()
     loops: tuple[tuple[int, int], ...] = ()
     statements: tuple[Statement, ...] = ()
     last_reads: Mapping[str, int] = field(default_factory=dict)
-    draws: tuple[tuple[int, str], ...] = ()
+    draws: Lines = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Parsed:
-    """A rank's source, compiled, with its bodies by name."""
+    """A rank's source, compiled, with its bodies and the lines where they begin, by name."""
 
     code: CodeType
     bodies: dict[str, Body]
+    first: dict[str, int]
 
 
-def parse(source: str, name: str) -> Parsed:
-    """Compile a source under a file name. Raises SyntaxError."""
-    tree = ast.parse(source, name)
+def parse(source: str, name: str, known: dict[str, Body] | None = None) -> Parsed:
+    """Compile a source under a file name. Raises SyntaxError.
+
+    `known` has bodies of other sources by their text, which are not looked into again; those found are added.
+    """
+    tree, known = ast.parse(source, name), {} if known is None else known
     lines = source.splitlines()
     functions = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
-    bodies = {}
+    bodies, first = {}, {}
     for node in _body_nodes(tree):
+        first[node.name] = node.lineno
         text = "\n".join(lines[node.lineno - 1 : node.end_lineno])
         words = _WORD.findall(text)
-        alone = functions.isdisjoint({*words} - {node.name})
-        # Every body has B among its formals; the prologue begins with it.
-        reads_whole = node.name == PROLOGUE or not alone or words.count("B") > 1
-        loops = tuple((each.lineno - node.lineno, _last(each) - node.lineno) for each in _loops(node))
-        drawn = draws(node) if _DRAW.search(text) else ()
-        bodies[node.name] = Body(
-            text if alone else source,
-            reads_whole,
-            _communicates(node),
-            tuple(_operands(node)) if _communicates(node) else (),
-            _unread(node) if loops or _communicates(node) else (),
-            loops,
-            tuple(_statements(node)),
-            _last_reads(node),
-            drawn,
-        )
-    return Parsed(compile(tree, name, "exec"), bodies)
+        if not functions.isdisjoint({*words} - {node.name}):
+            bodies[node.name] = _body(node, source, reads_whole=True)
+            continue
+        if text not in known:
+            # Every body has B among its formals; the prologue begins with it.
+            known[text] = _body(node, text, reads_whole=node.name == PROLOGUE or words.count("B") > 1)
+        bodies[node.name] = known[text]
+    return Parsed(compile(tree, name, "exec"), bodies, first)
+
+
+def _body(node: ast.FunctionDef, text: str, *, reads_whole: bool) -> Body:
+    communicates, first = _communicates(node), node.lineno
+    loops = tuple((each.lineno - first, _last(each) - first) for each in _loops(node))
+    return Body(
+        text,
+        reads_whole,
+        communicates,
+        tuple(_operands(node)) if communicates else (),
+        tuple((line - first, name) for line, name in _unread(node)) if loops or communicates else (),
+        loops,
+        tuple(_statements(node)),
+        _last_reads(node),
+        tuple((line - first, made) for line, made in draws(node)) if _DRAW.search(text) else (),
+    )
 
 
 def load(source: str, name: str, device: torch.device | None = None) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import torch
 
-from autopart.codegen.parsed import PROLOGUE, Body, executed
+from autopart.codegen.parsed import PROLOGUE, Body, Lines, executed
 from autopart.codegen.recording_batch import RecordingBatch, RecordingBatches
 from autopart.codegen.recording_world import Call, Event, RecordingWorld
 from autopart.codegen.shapes import META, Bodies, Shape, Spec, made_by
@@ -40,8 +40,8 @@ class Recording:
     stored: int
     yielded: Any = None
     early: int = 0
-    unread: Mapping[str, tuple[tuple[int, str], ...]] = field(default_factory=dict)
-    draws: Mapping[str, tuple[tuple[int, str], ...]] = field(default_factory=dict)
+    unread: Mapping[str, Lines] = field(default_factory=dict)
+    draws: Mapping[str, Lines] = field(default_factory=dict)
 
     @property
     def handed_out(self) -> tuple[Any, ...]:
@@ -77,10 +77,15 @@ def record(source: str, name: str, world: RecordingWorld, batch: RecordingBatch,
     left = [line for store in world.stores for line in (store.lines[k] for k in store)]
     left += [line for line, values in world.lists if values]
     stored = sum(len(store.lines) for store in world.stores)
-    unread = {function: body.unread for function, body in parsed.bodies.items()}
-    draws = {function: body.draws for function, body in parsed.bodies.items()}
+    unread = {function: _at(body.unread, parsed.first[function]) for function, body in parsed.bodies.items()}
+    draws = {function: _at(body.draws, parsed.first[function]) for function, body in parsed.bodies.items()}
     events, calls = tuple(world.events), tuple(world.calls)
     return Recording(names, events, calls, result, tuple(left), stored, yielded, early, unread, draws)
+
+
+def _at(found: Lines, first: int) -> Lines:
+    """What lines of a body have, by line of the source, where the body begins with line `first`."""
+    return tuple((line + first, name) for line, name in found)
 
 
 def _through(names: Mapping[str, Any], world: RecordingWorld, batches: RecordingBatches) -> tuple[Any, ...]:

@@ -74,12 +74,13 @@ class Bodies:
         self.recordings: dict[Any, Any] = {}
         self._made: dict[Any, tuple[Any, tuple[Exchange, ...]]] = {}
         self._parsed: dict[tuple[str, str], Parsed] = {}
+        self._known: dict[str, Body] = {}
 
     def parsed(self, source: str, name: str) -> Parsed:
         """`parse`, once a source."""
         key = (source, name)
         if key not in self._parsed:
-            self._parsed[key] = parse(source, name)
+            self._parsed[key] = parse(source, name, self._known)
         return self._parsed[key]
 
     def call(

@@ -125,13 +125,14 @@ def ordered_formals(staged: Staged) -> dict[Use, frozenset[str]]:
     stages = range(len(staged.stages))
     calls = [(kind, *each) for stage in stages for kind in staged.kinds(stage) for each in staged.phases(stage, kind)]
     uses = [((segment.body, _SAME.get(kind, kind)), segment, phase) for kind, segment, phase in calls]
+    functions = {use: phase.function for use, _, phase in uses}
     ordered = {passed for _, segment, phase in uses for passed, _ in _handed_on(segment, phase)}
     while True:
         formals: dict[Use, frozenset[str]] = {}
         for use, segment, phase in uses:
             here = frozenset(local for passed, local in _taken(segment, phase) if passed in ordered)
             formals[use] = formals.get(use, here) & here
-        known = {use: _row_majors(phase.function, formals[use]) for use, _, phase in uses}
+        known = {use: _row_majors(function, formals[use]) for use, function in functions.items()}
         strided = {
             passed
             for use, segment, phase in uses

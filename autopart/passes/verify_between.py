@@ -138,12 +138,13 @@ def _check_meeting(
     """One collective as each member has it, None where a member has no more."""
     found = [position for position in meeting if position is not None]
     first = _event(texts, found[0])
+    wanted = common.of(first)
     remedy = f"the ranks {group} must call the same collectives in the same order"
     for rank, position in zip(group, meeting, strict=True):
         if position is None:
             raise fault("collectives", texts[found[0][0]].at(first), f"rank {rank} does not take part", remedy)
         other = _event(texts, position)
-        if other is not first and common.of(first) != common.of(other):
+        if other is not first and common.of(other) != wanted:
             problem = f"at that point {texts[rank].at(other)} is called with axis {other.axis!r}"
             where = f"{texts[found[0][0]].at(first)} with axis {first.axis!r}"
             raise fault("collectives", where, problem, remedy)
