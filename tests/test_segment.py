@@ -93,6 +93,35 @@ def test_a_module_that_is_reused_later() -> None:
     assert [piece.name for piece in uses] == ["block.0", "block.0@1"]
 
 
+class Dropped(nn.Module):
+    """Two uses of one module without parameters, the first of which joins the segment before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.drop = nn.Embedding(16, 8), nn.Dropout(0.0)
+        self.blocks = nn.ModuleList(Block(8, 2) for _ in range(3))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.drop(self.embed(ids).relu())
+        for block in self.blocks:
+            x = block(x)
+        return self.drop(x).exp().square().mean()
+
+
+@pytest.mark.parametrize("name", ["reused_later", "called_twice", "unet", "dropped"])
+def test_a_plan_may_begin_a_stage_at_any_segment(name: str) -> None:
+    if name == "dropped":
+        ids = torch.randint(0, 16, (2, 4))
+        step = normalise(capture(Dropped(), read(Dropped(), (ids,))))
+    else:
+        step = normalised(name)[2]
+    made = names(segment(step))
+    for later in range(2, len(made)):
+        cuts = (made[1], made[later])
+        again = names(segment(step, cuts=cuts))
+        assert tuple(name for name in again if name in cuts) == cuts
+
+
 def plain_gpt(layers: int, *, skips: bool) -> Segmented:
     module = GPT(layers=layers, width=8, heads=2, skips=skips)
     ids = torch.randint(0, 32, (2, 4))

@@ -248,11 +248,11 @@ class Plan:
 
     @property
     def cuts(self) -> tuple[str, ...]:
-        """The module names at which stages begin, but for the first; the model segmented with them has the stages.
+        """The calls of modules at which stages begin, but for the first; the model segmented with them has the stages.
 
         And `OUTPUT` where the output layer is split, `INPUT` where the input embedding is.
         """
-        names = tuple(stage.segments[0].split("@")[0] for stage in self.stages[1:])
+        names = tuple(stage.segments[0] for stage in self.stages[1:])
         return (*names, *(OUTPUT,) * bool(self.barriers), *(INPUT,) * self.lookup)
 
     def placement_of(self, name: str) -> Placement:

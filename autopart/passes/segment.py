@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from itertools import groupby
+from typing import NamedTuple
 
 from autopart.errors import CaptureError
 from autopart.ir.captured import Captured
@@ -35,7 +36,8 @@ def segment(captured: Captured, *, cuts: Sequence[str] = ()) -> Segmented:
     """Cut the graph; `cuts` are module names at which a segment must begin.
 
     A cut within a module that would be a segment parts it there and nowhere else: what comes before keeps the module's
-    name, what begins with the cut has the cut's (``h.4``, ``h.4.mlp``). With the cut `OUTPUT`, the product with the
+    name, what begins with the cut has the cut's (``h.4``, ``h.4.mlp``). A name means every call of its module,
+    ``block@1`` the second one. With the cut `OUTPUT`, the product with the
     vocabulary and all that comes after it are the last segment; with `INPUT` too, the lookup in the input embedding is
     the first one, if it can be split (`passes.input_layer`), which the result then says.
 
@@ -64,9 +66,9 @@ def numbered(captured: Captured, cuts: tuple[str, ...]) -> tuple[list[Node], lis
     """The forward nodes, the names of the segments that `segment` makes, and each node's segment number."""
     forward = [node for node in captured.nodes if not node.backward]
     labels = _with_parameters(_labels(forward), forward, captured)
-    modules = tuple(cut for cut in cuts if cut not in (INPUT, OUTPUT))
-    names, number = _runs(_parted(labels, forward, modules), modules)
-    _check_cuts(modules, names, forward)
+    modules, calls = tuple(cut for cut in cuts if cut not in (INPUT, OUTPUT)), _calls(forward)
+    names, number = _runs(_parted(labels, forward, modules, calls), modules, calls)
+    _check_cuts(modules, names, calls)
     return (forward, *(_apart(captured, forward, names, number) if OUTPUT in cuts else (names, number)))
 
 
@@ -81,14 +83,30 @@ def _apart(captured: Captured, forward: list[Node], names: list[str], number: li
     return [*before, name], [*(kept[n] for n in number[:first]), *[len(before)] * count]
 
 
-def _check_cuts(cuts: Sequence[str], names: list[str], forward: list[Node]) -> None:
+def _calls(forward: list[Node]) -> list[dict[str, int]]:
+    """For each node the modules around it, with how many calls of each began before this one."""
+    begun: Counter[str] = Counter()
+    calls: list[dict[str, int]] = []
+    for node in forward:
+        paths = around(node.module)
+        begun.update(path for path in paths if not calls or path not in calls[-1])
+        calls.append({path: begun[path] - 1 for path in paths})
+    return calls
+
+
+def _called(path: str, call: int) -> str:
+    """What a call of a module is called: ``block``, ``block@1``."""
+    return f"{path}@{call}" if call else path
+
+
+def _check_cuts(cuts: Sequence[str], names: list[str], calls: list[dict[str, int]]) -> None:
     if not cuts:
         return
-    paths = dict.fromkeys([*(name.split("@")[0] for name in names), *(node.module for node in forward)])
-    known = sorted({outer for path in paths for outer in around(path)[1:]})
+    known = {_called(path, call) for paths in calls for path, call in paths.items() if path}
+    known.update(outer for name in names for outer in around(name)[1:])
     for cut in cuts:
         if cut not in known:
-            close = get_close_matches(cut, known, n=3)
+            close = get_close_matches(cut, sorted(known), n=3)
             hint = f"did you mean {' or '.join(map(repr, close))}? " if close else ""
             raise ValueError(
                 f"stages: no part of the model that computes is called {cut!r}; {hint}a stage can begin at "
@@ -96,7 +114,9 @@ def _check_cuts(cuts: Sequence[str], names: list[str], forward: list[Node]) -> N
             )
 
 
-def _parted(labels: list[str | None], forward: list[Node], cuts: tuple[str, ...]) -> list[str | None]:
+def _parted(
+    labels: list[str | None], forward: list[Node], cuts: tuple[str, ...], calls: list[dict[str, int]]
+) -> list[str | None]:
     """The labels, but that of a module in `cuts` (the innermost) from where its use begins within a labelled one."""
     if not cuts:
         return labels
@@ -105,7 +125,8 @@ def _parted(labels: list[str | None], forward: list[Node], cuts: tuple[str, ...]
         goes_on = i > 0 and label is not None and label == labels[i - 1]
         before = around(forward[i - 1].module) if goes_on else []
         entered = [path for path in around(node.module) if path not in before]
-        begins = [path for path in entered if path in cuts and label is not None and path.startswith(label + ".")]
+        wanted = [path for path in entered if path in cuts or _called(path, calls[i][path]) in cuts]
+        begins = [path for path in wanted if label is not None and path.startswith(label + ".")]
         parted.append(begins[-1] if begins else parted[-1] if goes_on else label)
     return parted
 
@@ -180,56 +201,70 @@ def _stacks(modules: Iterable[str], nodes: Counter[str]) -> set[str]:
     return {path for path in held if held[path] > total[path] * 3 / 4}
 
 
-def _runs(labels: list[str | None], cuts: tuple[str, ...]) -> tuple[list[str], list[int]]:
+def _runs(labels: list[str | None], cuts: tuple[str, ...], calls: list[dict[str, int]]) -> tuple[list[str], list[int]]:
     """Segment names in order and each forward node's segment number, from labels in execution order.
 
     Nodes between modules (label None) join the segment before them, unless that is one of a numbered list: then they
     begin the next one (``h = block(h + skip)``). Small unnumbered neighbours become one segment (``wte``, ``wpe``,
-    ``drop``).
+    ``drop``). A segment is named by the call of a module that it begins with.
     """
-    runs = [(key, len(list(group))) for key, group in groupby(labels)]
+    runs = _grouped(labels)
     largest = LARGEST * len(labels)
-    pieces: list[list[tuple[str | None, int]]] = []
-    waiting: list[tuple[str | None, int]] = []
-    for position, (key, count) in enumerate(runs):
-        last = next((k for k, _ in reversed(pieces[-1]) if k is not None), None) if pieces else None
+    pieces: list[list[_Run]] = []
+    waiting: list[_Run] = []
+    for run in runs:
+        key = run.label
+        last = next((each.label for each in reversed(pieces[-1]) if each.label is not None), None) if pieces else None
         if key is None:
-            final = position == len(runs) - 1
             if pieces and not _numbered(last) and not waiting:
-                pieces[-1].append((key, count))
-            elif final:
-                pieces.append([*waiting, (key, count)])
+                pieces[-1].append(run)
+            elif run is runs[-1]:
+                pieces.append([*waiting, run])
                 waiting = []
             else:
-                waiting.append((key, count))
+                waiting.append(run)
             continue
-        entered = any(cut in around(key) and cut not in around(last or "") for cut in cuts)
+        entered = _entered(run, last, cuts, calls)
         opens = not pieces or _numbered(key) or _numbered(last) or entered
-        opens = opens or sum(size for _, size in pieces[-1]) + count > largest
-        if pieces and key == last and not waiting:
-            pieces[-1].append((key, count))
+        opens = opens or sum(each.length for each in pieces[-1]) + run.length > largest
+        if pieces and key == last and not waiting and not entered:
+            pieces[-1].append(run)
         elif opens or waiting:
-            pieces.append([*waiting, (key, count)])
+            pieces.append([*waiting, run])
             waiting = []
         else:
-            pieces[-1].append((key, count))
-    names = _unique([next((k for k, _ in piece if k), REST) for piece in pieces])
-    number = [i for i, piece in enumerate(pieces) for _, count in piece for _ in range(count)]
+            pieces[-1].append(run)
+    firsts = [next((run for run in piece if run.label), None) for piece in pieces]
+    names = [_called(run.label, calls[run.start].get(run.label, 0)) if run and run.label else REST for run in firsts]
+    number = [i for i, piece in enumerate(pieces) for run in piece for _ in range(run.length)]
     return names, number
+
+
+class _Run(NamedTuple):
+    """Nodes of one label in a row."""
+
+    label: str | None
+    start: int
+    length: int
+
+
+def _grouped(labels: list[str | None]) -> list[_Run]:
+    runs: list[_Run] = []
+    for label, group in groupby(labels):
+        runs.append(_Run(label, sum(runs[-1][1:]) if runs else 0, len(list(group))))
+    return runs
+
+
+def _entered(run: _Run, last: str | None, cuts: tuple[str, ...], calls: list[dict[str, int]]) -> bool:
+    """Whether a module in `cuts` is called where a run begins that comes after one of the label `last`."""
+    here, before = calls[run.start], calls[run.start - 1] if run.start else {}
+    fresh = (path for path in around(run.label or "") if path not in around(last or ""))
+    begun = (_called(path, call) for path, call in here.items() if call and before.get(path) != call)
+    return any(name in cuts for name in (*fresh, *begun))
 
 
 def _numbered(label: str | None) -> bool:
     return label is not None and any(part.isdigit() for part in label.split("."))
-
-
-def _unique(names: list[str]) -> list[str]:
-    """A module that is called again later makes a second segment: ``block``, ``block@1``."""
-    seen: Counter[str] = Counter()
-    made = []
-    for name in names:
-        made.append(f"{name}@{seen[name]}" if seen[name] else name)
-        seen[name] += 1
-    return made
 
 
 def _backward_homes(captured: Captured, forward: list[Node], number: list[int]) -> dict[str, int]:
