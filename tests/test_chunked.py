@@ -420,7 +420,6 @@ def test_losses_whose_tokens_meet_are_refused(loss: Loss, message: str) -> None:
         ({"chunks": {"lm_head": 1}}, ValueError, "chunks: 'lm_head' in 1 chunks; pin at least 2"),
         ({"chunks": {"lm_head": "8"}}, TypeError, "chunks: expected module names with how many"),
         ({"chunks": ["lm_head"]}, TypeError, "chunks: expected a mapping"),
-        ({"mesh": {"tp": 2}}, ValueError, "chunks: .*axis splits tensors inside segments"),
         ({"mesh": {"pp": 2}, "schedule": "zb-h1"}, ValueError, "chunks: lm_head .*'zb-h1' has its backward in two"),
         ({"mesh": {"pp": 2}, "schedule": "vocab"}, ValueError, "chunks: .*not done yet beside vocab"),
         ({"mesh": {"pp": 2}, "schedule": "auto"}, ValueError, "chunks: schedule='auto' .*pin one of whole backwards"),

@@ -82,9 +82,9 @@ def test_a_front_finds_the_placements_of_a_degree_once(monkeypatch: pytest.Monke
     asked: list[int] = []
     placements = tensor.placements
 
-    def counted(segmented: Any, insides: Any) -> Any:
+    def counted(segmented: Any, insides: Any, **more: Any) -> Any:
         asked.extend(inside.degree for inside in insides)
-        return placements(segmented, insides)
+        return placements(segmented, insides, **more)
 
     monkeypatch.setattr(tensor, "placements", counted)
     plans = autopart.pareto(model, args, n=3, devices=2, cluster=CHEAP, capture="direct")

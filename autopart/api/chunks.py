@@ -20,16 +20,9 @@ COUNTS = (2, 4, 8, 16, 32, 64)
 """The chunks of the output layer that are tried where nothing fits."""
 
 
-def check_beside(pins: Pins, *, inside: bool) -> None:
-    """Raise ValueError for chunks beside what they do not go with; `inside`: an axis splits tensors inside segments."""
-    if not pinned_chunks(pins.get("chunks")):
-        return
-    if inside:
-        raise ValueError(
-            "chunks: they are not done yet where a mesh axis splits tensors inside segments; pin a mesh of pp and dp, "
-            "or leave chunks out"
-        )
-    if pins.get("schedule") == AUTO:
+def check_beside(pins: Pins) -> None:
+    """Raise ValueError for chunks beside what they do not go with."""
+    if pinned_chunks(pins.get("chunks")) and pins.get("schedule") == AUTO:
         raise ValueError(
             "chunks: schedule='auto' looks at schedules whose backward is in two, with which they do not go; pin one "
             "of whole backwards, such as '1f1b' or 'interleaved', or leave chunks out"

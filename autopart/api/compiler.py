@@ -116,10 +116,11 @@ def costed(segmented: Segmented, batch: int, pins: Pins, inputs: str = "global")
     """What segments cost on the mesh that is pinned, or with nothing split, and what finds that of tensor degrees."""
     asked = tensor.asked(segmented.captured, batch, pins, inputs)
     chunks = pinned_chunks(pins.get("chunks"))
-    chunking.check_beside(pins, inside=bool(asked))
-    degrees = {} if chunks else tensor.degrees(segmented, batch, pins, inputs)
-    plain = ((None, *tensor.costs_of(segmented, chunks=chunks)),)
-    return tensor.placements(segmented, asked) if asked else plain, degrees
+    chunking.check_beside(pins)
+    degrees = tensor.degrees(segmented, batch, pins, inputs)
+    if asked:
+        return tensor.placements(segmented, asked, chunks=chunks), degrees
+    return ((None, *tensor.costs_of(segmented, chunks=chunks)),), degrees
 
 
 def choosing(segmented: Segmented, batch: int, pins: Pins, inputs: str = "global") -> Callable[[Pins], Plan]:
@@ -279,7 +280,7 @@ def _sharded(segmented: Segmented, plan: Plan, state: State | None, fits: bool) 
             again = tuple(name for name in again if name != plan.stages[-1].segments[-1])
         return (shard(chunked(segmented, plan.chunks, again)),)
     whole, here = shard(segmented), tensor.places(segmented, plan.tensor, state, fits=fits)
-    return tuple(whole.of(chunked(each, (), plan.recompute)) for each in here)
+    return tuple(whole.of(chunked(each, plan.chunks, plan.recompute, whole=segmented)) for each in here)
 
 
 def built(captured: Captured, **pins: Unpack[Pins]) -> Program:

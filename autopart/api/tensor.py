@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cache, partial
 from math import gcd
 
 from autopart.cluster import Cluster
+from autopart.errors import CaptureError
 from autopart.ir.captured import Captured
 from autopart.ir.cost import SegmentCost
 from autopart.ir.mesh import Mesh
 from autopart.ir.placed import PlacedStep
 from autopart.ir.placement import Partial, Replicate, Shard, TensorPlacement
-from autopart.ir.plan import around
+from autopart.ir.plan import around, pinned_chunks
 from autopart.ir.segmented import Segmented
 from autopart.ir.state import State
 from autopart.ir.tensor_plan import TensorPlan
@@ -103,8 +104,16 @@ def degrees(segmented: Segmented, batch: int, pins: Pins, inputs: str = "global"
             sizes = {_samples(batch, each, pins) for each in meshes}
             near_links = linked(cluster, meshes[0], "tp")
             inside = Inside("tp", degree, near_links, tuple(sorted(sizes)), inputs == "global", ())
-            made[degree] = cache(partial(placements, segmented, (inside,)))
+            made[degree] = cache(partial(_if_any, segmented, (inside,), pinned_chunks(pins.get("chunks"))))
     return made
+
+
+def _if_any(segmented: Segmented, asked: Sequence[Inside], chunks: Chunks) -> tuple[Costed, ...]:
+    """The `placements`, none where modules cannot be run in chunks in any."""
+    try:
+        return placements(segmented, asked, chunks=chunks)
+    except CaptureError:
+        return ()
 
 
 def _samples(batch: int, mesh: Mesh, pins: Pins) -> int:
@@ -114,13 +123,13 @@ def _samples(batch: int, mesh: Mesh, pins: Pins) -> int:
     return max(1, -(-share // count))
 
 
-def placements(segmented: Segmented, asked: Sequence[Inside]) -> tuple[Costed, ...]:
+def placements(segmented: Segmented, asked: Sequence[Inside], *, chunks: Chunks = ()) -> tuple[Costed, ...]:
     """The placements inside segments that come into question on some axes, and what segments cost in them.
 
     The fastest for microbatches of each of the `sizes`, with and without splitting the samples; and for single samples
     the fastest, that which holds least, and one between them. Each once. Where there are several axes, the ways are
     those of the first, and the others are each placed in the like way on what those before it leave. On the data axis
-    there is one way. Raises ValueError for pins that cannot be kept.
+    there is one way. Raises ValueError for pins that cannot be kept, CaptureError where no way goes with `chunks`.
     """
     first, *rest = asked
     pins = dict(first.pins)
@@ -135,7 +144,19 @@ def placements(segmented: Segmented, asked: Sequence[Inside]) -> tuple[Costed, .
         made = nested(segmented, axis, each, rest, size)
         key = tuple((one.choices, one.segments, one.parameters, one.between) for one in made.axes)
         kept.setdefault(key, made)
-    return tuple((made, *costs_of(segmented, made)) for made in kept.values())
+    return tuple(_costed(segmented, tuple(kept.values()), chunks))
+
+
+def _costed(segmented: Segmented, found: Sequence[TensorPlan], chunks: Chunks) -> Iterator[Costed]:
+    """The placements with what segments cost in them; none in which modules cannot be run in chunks, if others can."""
+    refused: list[CaptureError] = []
+    for made in found:
+        try:
+            yield (made, *costs_of(segmented, made, chunks=chunks))
+        except CaptureError as error:
+            refused.append(error)
+    if len(refused) == len(found):
+        raise refused[0]
 
 
 def nested(segmented: Segmented, axis: Axis, found: Placed, rest: Sequence[Inside], size: int = 0) -> TensorPlan:
@@ -175,7 +196,9 @@ def costs_of(
     here, rates = segmented, None
     if tensor is not None:
         here, rates = first_place(segmented, tensor), exchanged(tensor)
-    plain, again = (chunked(here, chunks, names) for names in ((), [each.name for each in here.segments]))
+    plain, again = (
+        chunked(here, chunks, names, whole=segmented) for names in ((), [each.name for each in here.segments])
+    )
     return costs(plain, rates), costs(again, rates)
 
 

@@ -12,28 +12,35 @@ from autopart.rules.factor import ArgPath, with_arguments
 from autopart.rules.split import product
 
 
-def nodes_of(function: Function, loop: Loop) -> tuple[Node, ...]:
-    """The nodes of a loop on the chunk at hand, under the names and with the sizes that they have there."""
+def nodes_of(function: Function, loop: Loop, length: int | None = None) -> tuple[Node, ...]:
+    """The nodes of a loop on the chunk at hand, or one of some `length`, under the names and with the sizes there."""
+
+    def portion(times: Dim) -> Dim:
+        return Portion.of(loop, times) if length is None else product((times, length))
+
     names = {along.name: along.part for along in (*loop.cuts, *loop.joined)} | dict(loop.summed)
     shapes = {name: (dim, times) for name, dim, times in loop.inner}
     shapes |= {along.name: (along.dim, product((along.outer, along.rest))) for along in loop.joined}
-    sizes: dict[int, dict[ArgPath, Portion]] = {}
+    sizes: dict[int, dict[ArgPath, Dim]] = {}
     for sized in loop.sizes:
-        sizes.setdefault(sized.node, {})[sized.path] = Portion.of(loop, sized.times)
+        sizes.setdefault(sized.node, {})[sized.path] = portion(sized.times)
     made = []
     for number in range(loop.start, loop.stop):
         node = function.nodes[number]
         node = with_arguments(node, sizes[number]) if number in sizes else node
         outs = tuple(
-            out and _shaped(out, loop, *shapes[out.name]) if out and out.name in shapes else out for out in node.outs
+            out and _shaped(out, dim=shapes[out.name][0], size=portion(shapes[out.name][1]))
+            if out and out.name in shapes
+            else out
+            for out in node.outs
         )
         made.append(replace(node, outs=outs).renamed(names))
     return tuple(made)
 
 
-def _shaped(value: Value, loop: Loop, dim: int, times: Dim) -> Value:
+def _shaped(value: Value, *, dim: int, size: Dim) -> Value:
     """A value with the shape that it has for a chunk."""
-    return replace(value, shape=(*value.shape[:dim], Portion.of(loop, times), *value.shape[dim + 1 :]))
+    return replace(value, shape=(*value.shape[:dim], size, *value.shape[dim + 1 :]))
 
 
 def in_chunks(function: Function) -> Iterator[Node]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from autopart.codegen.chunks import nodes_of
 from autopart.codegen.parsed import executing
 from autopart.collectives import collective_name, is_collective
 from autopart.ir.graph import Node, Ref, Size, map_arg
@@ -67,8 +68,13 @@ def exchange_of(node: Node, batch: int) -> Exchange:
 
 
 def exchanges(function: Function, batch: int) -> tuple[Exchange, ...]:
-    """The collectives of a body's function, in order."""
-    return tuple(exchange_of(node, batch) for node in function.nodes if is_collective(node.op))
+    """The collectives of a body's function, in order; those of its loops once a chunk."""
+    found, at = list[Node](), 0
+    for loop in function.loops:
+        found += function.nodes[at : loop.start]
+        found += (node for length in loop.lengths(batch) for node in nodes_of(function, loop, length))
+        at = loop.stop
+    return tuple(exchange_of(node, batch) for node in (*found, *function.nodes[at:]) if is_collective(node.op))
 
 
 class ExchangeWorld:

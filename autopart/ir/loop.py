@@ -70,8 +70,15 @@ class Loop:
 
     def longest(self, batch: int) -> int:
         """The length of the longest chunk at a microbatch of `batch` samples."""
-        length = int(self.length.at(batch)) if isinstance(self.length, Size) else self.length
-        return -(-length // self.count)
+        return -(-self._whole(batch) // self.count)
+
+    def lengths(self, batch: int) -> tuple[int, ...]:
+        """The lengths of all chunks at a microbatch of `batch` samples."""
+        whole, most = self._whole(batch), max(1, self.longest(batch))
+        return tuple(min(most, whole - start) for start in range(0, whole, most))
+
+    def _whole(self, batch: int) -> int:
+        return int(self.length.at(batch)) if isinstance(self.length, Size) else self.length
 
 
 @dataclass(frozen=True, slots=True)

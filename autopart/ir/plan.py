@@ -175,10 +175,10 @@ class Plan:
                 f"plan: the pp ranks {self.helpers} cannot compute the first {self.front} stages for rank "
                 f"{self.place[0]}"
             )
-        if self.chunks and (self.slices > 1 or self.tensor is not None or self.barriers or self.front):
+        if self.chunks and (self.slices > 1 or self.barriers or self.front):
             raise ValueError(
-                f"chunks: they are not done yet beside {plan_text.schedule(self.schedule)} on a mesh of {self.mesh}: "
-                "pin schedule='1f1b', say, on a mesh of pp and dp, or leave chunks out"
+                f"chunks: they are not done yet beside {plan_text.schedule(self.schedule)}: pin schedule='1f1b', say, "
+                "or leave chunks out"
             )
         if self.slices > 1 and self.tensor is not None:
             raise ValueError(

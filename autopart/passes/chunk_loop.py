@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from autopart.collectives import is_collective
 from autopart.errors import CaptureError
 from autopart.ir.graph import Node, Ref, Size, Value
 from autopart.passes.dependence import is_random, refuse
@@ -38,15 +39,15 @@ class Found:
 
 
 def first_loop(nodes: Sequence[Node], values: Mapping[str, Value], outside: Sequence[str]) -> Found:
-    """The loop of nodes that read the values `outside`, the first of which has the tokens.
+    """The loop of nodes that read the values `outside`, the first of which has the tokens; else the largest made have.
 
     These are in the first dim beside the samples that is not the last; in what has but one, rows are what is cut.
     Raises CaptureError for what cannot be run so, naming operator, module and line.
     """
     refused: list[CaptureError] = []
-    for start in _starts(values[outside[0]]):
+    for name, start in (*_starts([values[outside[0]]]), *_starts([out for out, _ in _largest(nodes)])):
         try:
-            found = loop(nodes, values, {outside[0]: start})
+            found = loop(nodes, values, {name: start})
             _check_widest(nodes, found)
             return found
         except CaptureError as error:
@@ -56,19 +57,27 @@ def first_loop(nodes: Sequence[Node], values: Mapping[str, Value], outside: Sequ
     raise refused[0]
 
 
-def _starts(value: Value) -> list[Tokens]:
-    """What may be the tokens of a value, the likeliest first."""
-    last = len(value.shape) - value.dtype.is_floating_point
-    sizes = list(enumerate(value.shape))[:last]
-    return [Tokens(dim, size) for dim, size in sizes if isinstance(size, int) and size > 1] or [
-        Tokens(dim, size) for dim, size in sizes if isinstance(size, Size)
+def _starts(found: Sequence[Value]) -> list[tuple[str, Tokens]]:
+    """What may be the tokens of values, beside their names, the likeliest first."""
+    sizes = [
+        (value.name, dim, size)
+        for value in found
+        for dim, size in enumerate(value.shape[: len(value.shape) - value.dtype.is_floating_point])
     ]
+    likely = [(name, Tokens(dim, size)) for name, dim, size in sizes if isinstance(size, int) and size > 1]
+    return likely or [(name, Tokens(dim, size)) for name, dim, size in sizes if isinstance(size, Size)]
+
+
+def _largest(nodes: Sequence[Node]) -> list[tuple[Value, Node]]:
+    """The largest values that nodes make, and what makes them."""
+    made = [(out, node) for node in nodes for out in node.outs if out is not None]
+    most = max(out.nbytes(64) for out, _ in made)
+    return [(out, node) for out, node in made if out.nbytes(64) == most]
 
 
 def _check_widest(nodes: Sequence[Node], found: Found) -> None:
     """Refuse a loop outside of which the largest value would be."""
-    made = [(out, node) for node in nodes for out in node.outs if out is not None]
-    out, node = max(made, key=lambda pair: pair[0].nbytes(64))
+    out, node = _largest(nodes)[0]
     if out.name not in found.tokens:
         refuse(node, "makes what has no part for each token", ADVICE)
 
@@ -160,6 +169,9 @@ class _Walk:
                 after |= {*node.names()}
                 continue
             if found is None:
+                if read & cut and _moves(node):  # it waits for all chunks
+                    after |= {*node.names()}
+                    continue
                 if read & cut:
                     refuse(node, why or "reads the tokens, but none of its dims has them", ADVICE)
                 after |= {*node.names()} if read & summed else set()
@@ -195,6 +207,11 @@ class _Walk:
 
     def _counts(self, node: Node, slot: str) -> bool:
         return any(each == slot and arg != 0 for each, _, arg in slots(node))
+
+
+def _moves(node: Node) -> bool:
+    """Whether a node only changes how a value is placed on an axis (`passes.localise`)."""
+    return is_collective(node.op) or (node.sequence < 0 and node.aten in ("slice", "clone", "reshape", "view"))
 
 
 def _is_draw(node: Node) -> bool:

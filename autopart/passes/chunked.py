@@ -27,8 +27,9 @@ from autopart.passes.dependence import refuse
 from autopart.passes.output_layer import begins
 from autopart.passes.recompute import Kept, recompute
 from autopart.passes.segment import around
+from autopart.passes.tokens import Loop as Over
 from autopart.passes.tokens import Tokens, rest_of
-from autopart.rules.factor import ratio, slots
+from autopart.rules.factor import slots
 from autopart.rules.split import product
 from autopart.rules.table import rule
 
@@ -49,14 +50,18 @@ class Region:
     nodes: tuple[int, ...]
 
 
-def chunked(segmented: Segmented, chunks: Chunks, names: Iterable[str] = ()) -> Segmented:
+def chunked(
+    segmented: Segmented, chunks: Chunks, names: Iterable[str] = (), *, whole: Segmented | None = None
+) -> Segmented:
     """The step with what matches `chunks` in chunks, and the segments called `names` recomputed.
+
+    Where it is that of a place, `whole` is the step of one device, which knows what modules are called.
 
     Raises CaptureError, naming operator, module and line, where a module cannot be run in chunks.
     """
     if not chunks:
         return recompute(segmented, names)
-    found = regions(segmented, chunks)
+    found = regions(segmented, chunks, whole or segmented)
     marked, kept = _marked(segmented, found)
     again = recompute(marked, names, kept=kept)
     made: dict[object, Body] = {}
@@ -72,17 +77,32 @@ def chunked(segmented: Segmented, chunks: Chunks, names: Iterable[str] = ()) -> 
 # ---- regions ---------------------------------------------------------------------------------------------------------
 
 
-def regions(segmented: Segmented, chunks: Chunks) -> tuple[tuple[Region, ...], ...]:
+def regions(segmented: Segmented, chunks: Chunks, whole: Segmented) -> tuple[tuple[Region, ...], ...]:
     """What is run in chunks in every segment."""
     captured = segmented.captured
-    forward: list[list[Node]] = [[] for _ in segmented.segments]
-    for node, home in zip(captured.nodes, segmented.homes, strict=True):
-        if not node.backward:
-            forward[home].append(node)
     losses = {out.name for out in captured.outputs if out.kind == "loss"}
-    read = {item.value.name for item in captured.of_kind("parameter")}
-    free = frozenset(item.value.name for item in captured.inputs if item.kind not in ("parameter", "tangent"))
-    return tuple(tuple(_regions(nodes, chunks, losses, read, free)) for nodes in forward)
+    given = {item.value.name for item in captured.inputs if item.kind not in ("parameter", "tangent")}
+    found = []
+    for segment, called in zip(segmented.segments, _modules(whole), strict=True):
+        forward = segmented.bodies[segment.body].forward
+        values = (*segment.values, *segment.forward_fixed)
+        formals = [value.name for value in forward.inputs]
+        nodes = [replace(node, module=called.get(node.module, node.module)) for node in forward.nodes]
+        loss = {local for local, name in zip(forward.outputs, segment.outputs, strict=False) if name in losses}
+        free = frozenset(local for local, name in zip(formals, values, strict=False) if name in given)
+        found.append(tuple(_regions(nodes, chunks, loss, {*formals[len(values) :]}, free)))
+    return tuple(found)
+
+
+def _modules(segmented: Segmented) -> list[dict[str, str]]:
+    """For each segment of a whole step the modules that its body's nodes are of, and what they are called in it."""
+    own: list[list[str]] = [[] for _ in segmented.segments]
+    for node, home in zip(segmented.captured.nodes, segmented.homes, strict=True):
+        if not node.backward:
+            own[home].append(node.module)
+    bodies = (segmented.bodies[segment.body] for segment in segmented.segments)
+    pairs = (zip(body.forward.nodes, names, strict=True) for body, names in zip(bodies, own, strict=True))
+    return [{node.module: name for node, name in each} for each in pairs]
 
 
 def _regions(
@@ -294,10 +314,9 @@ def _names(each: Loop) -> tuple[str, ...]:
     return (*each.names, *(a.part for a in (*each.cuts, *each.joined)), *(part for _, part in each.summed))
 
 
-def _times(size: Dim, at: Tokens) -> Dim:
-    found = ratio(size, at.length)
-    assert found is not None  # the tokens are in it
-    return found
+def _times(size: Dim, at: Tokens | Over) -> Dim:
+    """The elements of a loop or dim of ``outer x length x rest`` for each token."""
+    return product((at.outer, rest_of(size, at)))
 
 
 def _sizes(inside: Sequence[Node], values: Mapping[str, Value], found: Found, start: int) -> Iterable[Sized]:
@@ -308,8 +327,8 @@ def _sizes(inside: Sequence[Node], values: Mapping[str, Value], found: Found, st
         for slot, path, _ in slots(node):
             factors = dict(own.sizes).get(slot, ())
             if over.factor in factors:
-                times = ratio(product(own.factors[f].size for f in factors), over.length)
-                assert times is not None  # the tokens are in it
+                others = (own.factors[f].size for f in factors if f != over.factor)
+                times = product((*others, _times(own.factors[over.factor].size, over)))
                 yield Sized(start + number, path, times)
 
 
