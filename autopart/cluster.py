@@ -124,8 +124,8 @@ class Cluster:
     `autopart profile` measured.
 
     Devices are numbered from 0, group by group and node by node. Groups of one node each give every pair of nodes a
-    link of its own. The planner of today counts every device as the weakest one and every link as the slowest: those
-    are `memory`, `flops`, `bandwidth`, `host`, `link_bandwidth` and `link_latency`.
+    link of its own. `memory`, `flops`, `bandwidth`, `host`, `link_bandwidth` and `link_latency` are those of the
+    weakest device and the slowest link: where a plan does not tell devices apart, each counts as such.
 
     Raises ValueError, naming the field, for what cannot be.
     """
@@ -236,7 +236,16 @@ class Cluster:
         (group, node), (other, far) = sorted(places)
         if group == other:
             return self.groups[group].inside if node == far else self.groups[group].between
-        return next(joint.link for joint in self.joints if (joint.first, joint.second) == (group, other))
+        return self.between(group, other)
+
+    def group_of(self, number: int) -> int:
+        """The group, by number, of the device of that number; ValueError if there is none."""
+        return self._place(number)[0]
+
+    def between(self, group: int, other: int) -> Link:
+        """The link from each device of one group to each of another."""
+        pair = min(group, other), max(group, other)
+        return next(joint.link for joint in self.joints if (joint.first, joint.second) == pair)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the cluster to a JSON file."""

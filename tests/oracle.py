@@ -7,7 +7,7 @@ from itertools import combinations
 from math import ceil
 
 from autopart import schedules
-from autopart.cluster import Cluster
+from autopart.cluster import Cluster, Link
 from autopart.ir.cost import SegmentNumbers
 
 
@@ -127,17 +127,25 @@ def step_seconds(
     microbatches: int,
     preset: str,
     dp: int,
-    cluster: Cluster,
+    cluster: Cluster | Sequence[Cluster],
+    link: Link | None = None,
 ) -> float:
-    """The step of one split, a stage a rank: a simulated flush, then the collectives of the rank that has most."""
+    """The step of one split, a stage a rank: a simulated flush, then the collectives of the rank that has most.
+
+    `cluster` is what all stages run on, or what each does; `link`, then, is what messages between them take.
+    """
     stages = [segments[i:j] for i, j in zip(starts, [*starts[1:], len(segments)], strict=True)]
-    forward = [sum(_forward(s, cluster) for s in k) for k in stages]
-    backward = [sum(_backward(s, cluster) for s in k) for k in stages]
+    clusters = [cluster] * len(stages) if isinstance(cluster, Cluster) else cluster
+    forward = [sum(_forward(s, on) for s in k) for k, on in zip(stages, clusters, strict=True)]
+    backward = [sum(_backward(s, on) for s in k) for k, on in zip(stages, clusters, strict=True)]
     crossing = max((segments[i].boundary_bytes for i in starts[1:]), default=0)
-    edge = cluster.link_latency + crossing / cluster.link_bandwidth
+    link = link or Link(clusters[0].link_bandwidth, clusters[0].link_latency)
+    edge = link.latency + crossing / link.bandwidth
     built = schedules.build(schedule, ranks=len(starts), microbatches=microbatches)
     length = schedules.simulate(built, {"F": forward, "B": backward}, edge).makespan
-    return length + max(sum(_exchange(s, preset, dp, microbatches, cluster) for s in k) for k in stages)
+    return length + max(
+        sum(_exchange(s, preset, dp, microbatches, on) for s in k) for k, on in zip(stages, clusters, strict=True)
+    )
 
 
 def _forward(segment: SegmentNumbers, cluster: Cluster) -> float:

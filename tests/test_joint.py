@@ -26,7 +26,8 @@ from autopart.solver import choose
 from autopart.solver.cut import Search
 from autopart.solver.flush import Flush
 from autopart.solver.pareto import front
-from autopart.solver.request import Request, resolve
+from autopart.solver.request import Request
+from autopart.solver.resolve import resolve
 from autopart.solver.space import Space
 from autopart.solver.stages import Way
 from tests.oracle import every_split, stage_bytes, step_seconds

@@ -10,7 +10,8 @@ from autopart.ir.captured import Captured
 from autopart.ir.mesh import Mesh
 from autopart.ir.plan import Plan
 from autopart.solver.presets import Pinned
-from autopart.solver.request import Pins, pinned_mesh
+from autopart.solver.request import Pins
+from autopart.solver.resolve import pinned_mesh
 
 
 def may(microbatches: int | None) -> bool:

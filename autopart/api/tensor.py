@@ -25,7 +25,8 @@ from autopart.passes.places import at_place, check_places, likewise, takes_sampl
 from autopart.solver.axis import WHOLE, Axis, linked
 from autopart.solver.place import Placed, front, place
 from autopart.solver.presets import Pinned
-from autopart.solver.request import Pins, pinned_mesh, whole
+from autopart.solver.request import Pins
+from autopart.solver.resolve import pinned_mesh, whole
 from autopart.solver.search import shapes
 from autopart.solver.tensor import Along, Pin
 from autopart.solver.variants import Costed, Degrees

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 class Alternative:
     """The best plan with another choice of one kind, the rest chosen anew as far as that leaves it open."""
 
-    choice: str  # "mesh", "tensor degree", "placement", "microbatches", "schedule", "split" or "recompute"
+    choice: str  # "mesh", "tensor degree", "placement", "microbatches", "devices", "schedule", ...
     option: str  # what is chosen instead, to read
     step_seconds: float | None  # predicted; None where it does not fit
     peak: int  # bytes of the fullest rank; where it does not fit, the fewest that it needs

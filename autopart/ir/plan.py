@@ -16,7 +16,7 @@ from autopart.ir.placement import Placement
 from autopart.ir.state import BUCKET
 from autopart.ir.tensor_plan import TensorPlan
 
-VERSION = 4
+VERSION = 5
 
 OUTPUT = "<output layer>"
 """Among the cuts of a segmented model: the last segment is the product with the vocabulary and what comes after it."""
@@ -109,6 +109,7 @@ class Plan:
         tuple[str, int], ...
     ] = ()  # (pattern of modules, chunks of their tokens at most), the first match holds
     helpers: tuple[int, ...] = ()  # the further pp ranks that hold these stages, to compute them where they would wait
+    devices: tuple[int, ...] = ()  # of a cluster of unlike ones, the number of each rank's; empty where all count alike
     alternatives: tuple[Alternative, ...] = ()  # the runners-up, one for each kind of choice
     facts: tuple[SegmentFact, ...] = ()  # what segments cost at the plan's microbatches, equal ones together
     took: float = field(default=0.0, compare=False)  # seconds of the search; no part of the plan, nor of its file
@@ -139,6 +140,8 @@ class Plan:
             )
         if not len(self.prediction.memory) == len(self.prediction.stage_seconds) == len(self.stages):
             raise ValueError(f"plan: the prediction must speak of {len(self.stages)} stages")
+        if self.devices and (len(self.devices) != self.mesh.size or len({*self.devices}) != self.mesh.size):
+            raise ValueError(f"plan: {self.mesh.size} ranks cannot be on the devices {self.devices}, one each")
         if self.prediction.sent and len(self.prediction.sent) != self.mesh.size:
             raise ValueError(f"plan: bytes sent must be given for all {self.mesh.size} ranks or for none")
 

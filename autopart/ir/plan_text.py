@@ -74,9 +74,9 @@ def summary(plan: Plan) -> str:
     for number, stage in enumerate(plan.stages):
         memory, first = predicted.memory[number], plan.place.index(plan.place[number])
         held = [format_bytes(size) for size in (*(getattr(memory, state) for state in STATES), memory.total)]
+        at, size = _where(plan, stage.ranks), len(stage.segments)
         rows.append(
-            [str(number), f"{len(stage.segments)}: {span(stage.segments)}", _ranks(stage.ranks)]
-            + [format_seconds(predicted.stage_seconds[number])]
+            [str(number), f"{size}: {span(stage.segments)}", at, format_seconds(predicted.stage_seconds[number])]
             # a rank holds the memory of its stages together
             + (held if first == number else [f"with stage {first}", *[""] * len(STATES)])
         )
@@ -95,6 +95,12 @@ def summary(plan: Plan) -> str:
         * bool(predicted.samples_per_second),
     ]
     return "\n".join([*head, *_table(rows), *_traffic(plan), f"optimality: {plan.optimality}"])
+
+
+def _where(plan: Plan, ranks: tuple[int, ...]) -> str:
+    """Ranks, and which devices they are where a cluster has unlike ones."""
+    devices = tuple(sorted(plan.devices[rank] for rank in ranks)) if plan.devices else ()
+    return _ranks(ranks) + f" on devices {_ranks(devices)}" * bool(devices)
 
 
 def _on_host(plan: Plan) -> Iterator[str]:

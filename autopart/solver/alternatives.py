@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from autopart.cluster import Cluster
 from autopart.ir.choice import Alternative, SegmentFact
 from autopart.ir.plan_text import rules, spans
 from autopart.solver.cut import Cut
@@ -23,7 +24,7 @@ def alternatives(space: Space, chosen: Best) -> tuple[Alternative, ...]:
     """What else could have been chosen, a runner-up for each kind of choice that is not pinned."""
     return tuple(
         found
-        for kind in (_mesh, _placement, _microbatches, _schedule, _split, _recompute)
+        for kind in (_mesh, _placement, _microbatches, _devices, _schedule, _split, _recompute)
         for found in kind(space, chosen)
     )
 
@@ -61,6 +62,13 @@ def _microbatches(space: Space, chosen: Best) -> Iterator[Alternative]:
         and each.microbatches != setting.microbatches
     ]
     yield from _best(space, "microbatches", others)
+
+
+def _devices(space: Space, chosen: Best) -> Iterator[Alternative]:
+    """Another order of groups of unlike devices, all else being the plan's."""
+    here = replace(chosen.setting, groups=())
+    others = [each for each in space.settings if each.groups and replace(each, groups=()) == here]
+    yield from _best(space, "order of devices", [each for each in others if each.groups != chosen.setting.groups])
 
 
 def _schedule(space: Space, chosen: Best) -> Iterator[Alternative]:
@@ -110,17 +118,18 @@ def _result(
     space: Space, choice: str, settings: list[Setting], found: Best | None, option: str = ""
 ) -> Iterator[Alternative]:
     if found is not None:
-        yield _told(space, choice, option or _option(choice, found.setting), found.setting, found.cut)
+        option = option or _option(choice, found.setting, space.request.cluster)
+        yield _told(space, choice, option, found.setting, found.cut)
         return
     setting, need = leanest(space, settings)
-    yield Alternative(choice, option or _option(choice, setting), None, need)
+    yield Alternative(choice, option or _option(choice, setting, space.request.cluster), None, need)
 
 
 def _told(space: Space, choice: str, option: str, setting: Setting, cut: Cut) -> Alternative:
     return Alternative(choice, option, cut.step / FEMTOSECONDS, space.peak(setting, cut))
 
 
-def _option(choice: str, setting: Setting) -> str:
+def _option(choice: str, setting: Setting, cluster: Cluster) -> str:
     placements = setting.placements
     placement = str(placements[0][1]) if len(placements) == 1 else rules(placements)
     microbatches = f"{setting.microbatches} microbatch{'es' * (setting.microbatches > 1)}"
@@ -131,6 +140,8 @@ def _option(choice: str, setting: Setting) -> str:
             return f"{placement} with {microbatches}"
         case "microbatches":
             return microbatches
+        case "order of devices":
+            return ", ".join(cluster.groups[group].device.name for group in setting.groups)
         case _:
             return setting.text
 

@@ -16,6 +16,7 @@ from autopart.ir.plan_text import schedule as written
 from autopart.ir.tensor_plan import TensorPlan
 from autopart.solver.alternatives import alternatives, facts
 from autopart.solver.certify import certify, many
+from autopart.solver.columns import alike
 from autopart.solver.infeasible import infeasible
 from autopart.solver.joint import Best, Progress, best, leanest
 from autopart.solver.kinds import FEMTOSECONDS
@@ -23,7 +24,15 @@ from autopart.solver.question import Question, deadline, with_degrees
 from autopart.solver.reasons import notes, optimality, quality
 from autopart.solver.request import Pins, Request
 from autopart.solver.schedule import Chosen, search
-from autopart.solver.search import Solved, check_schedule, exchanged_seconds, first_fit, flush, stage_seconds
+from autopart.solver.search import (
+    Solved,
+    check_schedule,
+    columns_of,
+    exchanged_seconds,
+    first_fit,
+    flush,
+    stage_seconds,
+)
 from autopart.solver.space import Space
 from autopart.solver.split import solve_split
 from autopart.solver.variants import Chunked, Costed, Degrees
@@ -138,8 +147,10 @@ def choose(
 
 def _jointly(space: Space, objective: str, until: float, progress: Progress) -> Plan | None:
     """The best plan of a space, None if none fits."""
-    if objective == "memory" and space.request.searched:
-        space = Space(replace(space.request, schedules=space.request.lean, tables=False))
+    if objective == "memory":  # the fullest device is what counts, whichever that is
+        space = Space(replace(space.request, cluster=alike(space.request.cluster)))
+        if space.request.searched:
+            space = Space(replace(space.request, schedules=space.request.lean, tables=False))
     request, what = space.request, OBJECTIVES[objective]
     if objective == "throughput_per_cost" and request.mesh is None:
         space, found = _cheapest(space, until, progress)
@@ -185,7 +196,7 @@ def _check(plan: Plan, space: Space, found: Best) -> None:
 def _certified(solved: Solved) -> bool:
     """Whether z3 proves that the slowest stage is as fast as can be: asked of small problems, where it is."""
     problem = solved.problem
-    if problem.stages == 1 or problem.stages > problem.ranks or many(problem):
+    if problem.stages == 1 or problem.stages > problem.ranks or many(problem) or solved.candidate.groups:
         return False
     fastest = solve_split(problem)
     if fastest is None or fastest.slowest != solved.split.slowest:
@@ -235,6 +246,7 @@ def _plan(request: Request, solved: Solved, optimality: str, notes: tuple[str, .
         lookup=request.lookup is not None,
         slices=candidate.schedule.slices,
         lengths=candidate.schedule.lengths,
+        devices=columns_of(request, candidate).devices if candidate.groups else (),
     )
 
 
@@ -245,7 +257,9 @@ def predict(request: Request, solved: Solved) -> Prediction:
     both = tuple(sum(each.get(kind, 0.0) for kind in kinds) for each in stage_seconds(request, solved))
     length = flush(request, solved).makespan
     memory = solved.memory()
-    assert all(need.total <= solved.problem.limit for need in memory), "the split keeps the limit when counted afresh"
+    spare = request.spare(columns_of(request, candidate))
+    most = [solved.problem.limit - max(spare) + spare[column] for column in solved.problem.place]
+    assert all(need.total <= limit for need, limit in zip(memory, most, strict=True)), "counted afresh, it keeps limits"
     busy = candidate.microbatches * sum(both) / candidate.schedule.ranks
     return Prediction(
         step_seconds=length + exchanged_seconds(request, solved),

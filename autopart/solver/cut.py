@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from math import comb, inf
 
 from autopart.solver.flush import Flush
+from autopart.solver.kinds import Sums
 from autopart.solver.stages import Stages, Way
 
 EFFORT = 40_000
@@ -43,7 +44,7 @@ class Pipe:
     alternating: bool  # whether it is 1f1b
     latency: int
     transfer: tuple[int, ...]  # what the message into each segment takes, latency left out
-    exchanged: tuple[int, ...]  # the collectives of the data axis, summed from the first segment on
+    exchanged: tuple[Sums, ...]  # the collectives of the data axis, at each stage, summed from the first segment on
     allowed: tuple[int, ...]  # segments where a stage may begin, but for the first one
     starts: tuple[int, ...] = ()  # those where one must
 
@@ -118,7 +119,9 @@ class Search:
         pipe, stops = self.pipe, [*starts[1:], self.segments]
         times = self.stages.seconds(starts, ways)
         edge = pipe.latency + max((pipe.transfer[start] for start in starts[1:]), default=0)
-        exchanged = self.exchanged([pipe.exchanged[j] - pipe.exchanged[i] for i, j in zip(starts, stops, strict=True)])
+        exchanged = self.exchanged(
+            [taken[j] - taken[i] for taken, i, j in zip(pipe.exchanged, starts, stops, strict=True)]
+        )
         self.spent += pipe.actions
         if pipe.stages == 1:
             length = pipe.microbatches * (times["F"][0] + times["B"][0])
@@ -159,8 +162,8 @@ class Search:
             way = self.stages.way(stage, start, stop)
             if way is None:
                 break  # nor does a longer one fit
-            time = self.table.time(start, stop) + way.more
-            exchanged = max(most, pipe.exchanged[stop] - pipe.exchanged[start])
+            time = self.stages.taken(stage, start, stop, way)
+            exchanged = max(most, pipe.exchanged[stage][stop] - pipe.exchanged[stage][start])
             if pipe.microbatches * time + before + 2 * stage * pipe.latency + exchanged > self.limit():
                 break
             if stage == pipe.stages - 1:
@@ -304,7 +307,7 @@ class Search:
             within = max(total + int(slowest * (most - 1 - spare)), total + (most - 1) * max(0, last))
             beyond = inf if longer is None else max(total + int(longer * (most - 1 - spare)), most * longer)
             least = max(least, int(min(within, beyond)) + 2 * (pipe.stages - 1) * pipe.latency)
-        return least + -(-pipe.exchanged[-1] // pipe.stages)
+        return least + -(-min(taken[-1] for taken in pipe.exchanged) // pipe.stages)
 
     def _next(self, slowest: int) -> int | None:
         """The least time of a run of segments, nothing recomputed, that is longer than T*."""
@@ -346,7 +349,8 @@ def within(stages: Stages, pipe: Pipe) -> Callable[[int], bool]:
 def least_need(stages: Stages, pipe: Pipe) -> int:
     """The smallest limit under which some split fits."""
     fits = within(stages, pipe)
-    low, high = 0, sum(stages.need(k, 0, stages.table.segments) for k in range(pipe.stages))
+    low = -max((0, *stages.spare))
+    high = sum(stages.need(k, 0, stages.table.segments) - low for k in range(pipe.stages))
     while low < high:
         middle = (low + high) // 2
         if fits(middle):

@@ -14,7 +14,7 @@ from autopart.solver.families import LEAN
 from autopart.solver.joint import best, leanest
 from autopart.solver.pins import Asked, contradiction
 from autopart.solver.request import Request
-from autopart.solver.search import Solved, best_split, candidates, first_fit, meshes, pose
+from autopart.solver.search import Solved, best_split, candidates, columns_of, first_fit, meshes, pose
 from autopart.solver.space import Space, roomy
 from autopart.solver.split import bottleneck
 
@@ -38,7 +38,8 @@ def infeasible(request: Request, given: Mapping[str, object], asked: Asked) -> P
     split, mesh, problem = nearest.split, nearest.candidate.mesh, nearest.problem
     cuts = [*split.starts, len(request.costs)]
     needs = nearest.memory()
-    stage = max(range(len(needs)), key=lambda k: needs[k].total)
+    spare = request.spare(columns_of(request, nearest.candidate))
+    stage = max(range(len(needs)), key=lambda k: needs[k].total - spare[problem.place[k]])
     need, held = needs[stage], nearest.held()[problem.place[stage]]
     flight = max(sum(counts) for counts, at in problem.moments if at == problem.place[stage])
     parts = [
@@ -57,7 +58,7 @@ def infeasible(request: Request, given: Mapping[str, object], asked: Asked) -> P
     who = f"stage {stage}" if len(held) == 1 else f"the rank of stages {' and '.join(map(str, held))}"
     again = "everything" if request.recompute == afresh.recompute else spans(afresh.recompute, request.names)
     return PlanInfeasible(
-        f"no plan fits {format_bytes(request.memory)} per device. Nearest, with mesh {mesh},"
+        f"no plan fits {request.room} per device. Nearest, with mesh {mesh},"
         f" placement {rules(nearest.candidate.placements)},"
         f" {nearest.candidate.microbatches} microbatches, {schedule(nearest.candidate.text)},"
         f" {f'recomputing {again}' if afresh.recompute else 'without recomputing'}: {who} ({runs}) needs at least"
@@ -146,7 +147,7 @@ def remedies(request: Request, nearest: Solved) -> Iterator[str]:
                 yield text
                 break
     text, enough = _memory(nearest.problem.limit)
-    if fits(replace(request, memory=enough)):
+    if fits(replace(request, memory=enough, pinned=True)):
         yield text
 
 

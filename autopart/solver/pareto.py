@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from autopart.errors import PlanInfeasible
 from autopart.ir.plan import Plan
-from autopart.solver.request import whole
+from autopart.solver.resolve import whole
 
 OBJECTIVES = ("time", "memory")
 """What is weighed of a training step, or of forwards alone."""

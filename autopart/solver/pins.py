@@ -8,7 +8,7 @@ from itertools import combinations
 
 from autopart.ir.action import Schedule
 from autopart.ir.mesh import Mesh
-from autopart.ir.plan_text import format_bytes, schedule
+from autopart.ir.plan_text import schedule
 from autopart.schedules import spell
 from autopart.solver.core import MEMORY, Way, smallest_core
 from autopart.solver.request import Request
@@ -33,7 +33,7 @@ def contradiction(request: Request, given: Mapping[str, object], asked: Asked) -
 
 
 def _limit(request: Request) -> str:
-    return f"{format_bytes(request.memory)} per device"
+    return f"{request.room} per device"
 
 
 def _ways(given: tuple[str, ...], asked: Asked) -> tuple[Way, ...]:

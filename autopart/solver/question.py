@@ -10,7 +10,8 @@ from typing import Any
 
 from autopart.ir.cost import SegmentCost
 from autopart.solver.joint import Progress
-from autopart.solver.request import Pins, Request, resolve
+from autopart.solver.request import Pins, Request
+from autopart.solver.resolve import resolve
 from autopart.solver.search import meshes
 from autopart.solver.space import Space
 

@@ -7,11 +7,12 @@ from collections.abc import Iterator, Sequence
 from autopart.ir.cost import SegmentCost
 from autopart.ir.plan_text import format_bytes, format_seconds, schedule, spans
 from autopart.solver.chunks import PRECISION, fastest
+from autopart.solver.columns import orders
 from autopart.solver.joint import Best
 from autopart.solver.kinds import FEMTOSECONDS
 from autopart.solver.request import Request, inside
 from autopart.solver.schedule import Chosen
-from autopart.solver.search import Solved
+from autopart.solver.search import Solved, columns_of
 from autopart.solver.setting import Setting
 from autopart.solver.space import LONGEST, Space
 
@@ -115,7 +116,7 @@ def optimality(solved: Solved) -> str:
 def notes(request: Request, chosen: Chosen, objective: str | None = None) -> tuple[str, ...]:
     """Where each choice comes from; `objective` says what was searched for jointly, None that a rule chose."""
     solved, candidate = chosen.solved, chosen.solved.candidate
-    mesh, limit = candidate.mesh, format_bytes(request.memory)
+    mesh, limit = candidate.mesh, request.room
     searched = "" if objective is None else f"of all that fit {limit} per device, searched jointly for the {objective}"
     if request.mesh is not None:
         where = f"mesh {mesh}: pinned"
@@ -134,6 +135,7 @@ def notes(request: Request, chosen: Chosen, objective: str | None = None) -> tup
         where,
         f"placement {candidate.placements[-1][1]}: {'pinned' if len(request.placements) == 1 else placement}",
         f"microbatches {candidate.microbatches}: {'pinned' if request.microbatches else microbatches}",
+        *_devices(request, solved),
         *([chosen.note] if chosen.note else _schedule(request, chosen, searched)),
         *([_split_output(request.output.name, mesh.degree("pp"))] if request.output is not None else []),
         *([_split_input(request.lookup, mesh.degree("pp"))] if request.lookup is not None else []),
@@ -142,6 +144,16 @@ def notes(request: Request, chosen: Chosen, objective: str | None = None) -> tup
         f"memory limit {limit} per device, optimizer state {request.optimizer_ratio:g} x the trainable parameters,"
         f" times of the {request.cluster.name} cluster at its rates",
     )
+
+
+def _devices(request: Request, solved: Solved) -> Iterator[str]:
+    """On which devices the stages are, where these are unlike."""
+    if solved.candidate.groups:
+        columns = columns_of(request, solved.candidate)
+        names = (" and ".join(dict.fromkeys(g.device.name for g in each.groups)) for each in columns.clusters)
+        where = ", ".join(f"stage {stage} on {name}" for stage, name in enumerate(names))
+        several = len(orders(request.cluster, request.devices)) > 1
+        yield f"devices: {where}" + ": the order of the groups was searched jointly" * several
 
 
 def _on_host(solved: Solved) -> Iterator[str]:

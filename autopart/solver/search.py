@@ -25,6 +25,7 @@ from autopart.ir.plan import StageMemory, first_match
 from autopart.schedules import Timeline
 from autopart.solver.axis import linked
 from autopart.solver.chunks import solve_chunks
+from autopart.solver.columns import Columns, Order, fastest
 from autopart.solver.kinds import FEMTOSECONDS, Kinds, handed, numbered
 from autopart.solver.memory import MemoryModel, in_flight
 from autopart.solver.presets import Rules
@@ -44,6 +45,7 @@ class Candidate:
     schedule: Schedule
     moments: tuple[Moment, ...]  # of the schedule
     variant: int  # of what segments cost, by number
+    groups: Order = ()  # of devices, as they are dealt to the stages; empty where all count alike
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,21 +124,27 @@ def pose(request: Request, candidate: Candidate) -> tuple[MemoryModel, SplitProb
     numbers = tuple(handed(n, halved) for n in numbers_of(request.at(candidate.variant).costs, samples))
     modes = tuple(first_match(candidate.placements, name).on("dp") for name in request.names)
     model = MemoryModel(numbers, modes, dp, request.optimizer_ratio)
+    cluster = fastest(request.cluster) if candidate.groups else request.cluster
     every = sum(
         MemoryModel((part,), (mode,), dp, request.optimizer_ratio).rank([(0, 1)], [(2,)]).total
         for part, mode in in_parts(request, candidate)  # two microbatches are between S and T at a time
     )
     problem = SplitProblem(
-        times=tuple(round(sum(segment_seconds(n, request.cluster)) * FEMTOSECONDS) for n in numbers),
+        times=tuple(round(sum(segment_seconds(n, cluster)) * FEMTOSECONDS) for n in numbers),
         boundaries=tuple(n.boundary_bytes for n in numbers),
         resident=model.resident(),
         saved=tuple(n.saved_bytes for n in numbers),
         place=candidate.schedule.place,
         moments=candidate.moments,
-        limit=request.memory - every,
+        limit=request.memory + max(request.spare(columns_of(request, candidate))) - every,
         starts=request.starts,
     )
     return model, problem
+
+
+def columns_of(request: Request, candidate: Candidate) -> Columns:
+    """What the stages of a candidate run on."""
+    return Columns.of(request.cluster, candidate.mesh, candidate.groups)
 
 
 def in_parts(request: Request, candidate: Candidate) -> tuple[tuple[SegmentNumbers, Modes], ...]:
@@ -200,24 +208,28 @@ def stage_seconds(request: Request, solved: Solved) -> list[dict[str, float]]:
     looked = input_part(request, solved.candidate)
     if looked is not None:
         shared |= dict(zip("ED", segment_seconds(looked, request.cluster), strict=True))
+    clusters = columns_of(request, solved.candidate).clusters
     return [
-        {**action_seconds(segments[i:j], request.cluster, first=i == 0 and looked is None), **shared}
-        for i, j in solved.runs
+        {**action_seconds(segments[i:j], clusters[column], first=i == 0 and looked is None), **shared}
+        for (i, j), column in zip(solved.runs, solved.problem.place, strict=True)
     ]
 
 
 def edge_seconds(request: Request, solved: Solved) -> float:
     """The time of a message between ranks, the largest of a microbatch's."""
     nbytes = max((solved.problem.boundaries[start] for start in solved.split.starts[1:]), default=0)
-    return request.cluster.link_latency + nbytes / request.cluster.link_bandwidth
+    columns = columns_of(request, solved.candidate)
+    return columns.latency + nbytes / columns.bandwidth
 
 
 def exchanged_seconds(request: Request, solved: Solved) -> float:
     """What a step takes beside its flush: the collectives of the data axis, which do not overlap it."""
     model, count = solved.model, solved.candidate.microbatches
     cluster = linked(request.cluster, solved.candidate.mesh, "dp")
+    clusters = [linked(each, solved.candidate.mesh, "dp") for each in columns_of(request, solved.candidate).clusters]
     exchanged = [
-        exchange_seconds(model.segments[i:j], model.modes[i:j], model.degree, count, cluster) for i, j in solved.runs
+        exchange_seconds(model.segments[i:j], model.modes[i:j], model.degree, count, clusters[column])
+        for (i, j), column in zip(solved.runs, solved.problem.place, strict=True)
     ]
     shared = sum(
         exchange_seconds([part], [mode], model.degree, count, cluster)

@@ -30,6 +30,7 @@ from autopart.ir.plan_text import schedule
 from autopart.ir.tensor_plan import TensorPlan
 from autopart.ir.traffic import sent_bytes
 from autopart.solver.axis import linked
+from autopart.solver.columns import alike
 from autopart.solver.infeasible import infeasible
 from autopart.solver.joint import Progress
 from autopart.solver.kinds import FEMTOSECONDS, Sums
@@ -122,7 +123,8 @@ def serving(request: Request) -> Request:
         )
         for variant in request.variants
     )
-    return replace(request, placements=asked, variants=variants, free=False, forwards_first=True)
+    cluster = alike(request.cluster)
+    return replace(request, cluster=cluster, placements=asked, variants=variants, free=False, forwards_first=True)
 
 
 def front(space: Space, until: float, progress: Progress) -> tuple[list[Served], bool]:

@@ -10,6 +10,7 @@ from autopart.ir.cost import SegmentNumbers
 from autopart.ir.mesh import Mesh
 from autopart.ir.placement import Modes
 from autopart.ir.plan import first_match
+from autopart.solver.columns import Order
 from autopart.solver.kinds import Kinds, Table
 from autopart.solver.presets import Rules
 from autopart.solver.request import inside
@@ -26,11 +27,13 @@ class Setting:
     rank: int = 0
     variant: int = 0  # of what segments cost, by number
     order: int = 0
+    groups: Order = ()  # of devices, as they are dealt to the stages; empty where all count alike
 
     @property
-    def preference(self) -> tuple[int, ...]:
+    def preference(self) -> tuple[object, ...]:
         """Of equally fast plans, that with fewer ranks and places, fewer microbatches, less sharded states, 1f1b."""
-        return self.mesh.degree("pp"), inside(self.mesh), self.microbatches, self.rank, self.order, self.variant
+        places = self.mesh.degree("pp"), inside(self.mesh)
+        return *places, self.microbatches, self.rank, self.order, self.variant, self.groups
 
 
 @dataclass(frozen=True, slots=True)

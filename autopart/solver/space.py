@@ -8,10 +8,11 @@
     schedules     a pinned one, or those that are looked at (`solver.families`), with one stage a rank or several
     recompute     as pinned; else any segments of each stage, or, where ranks hold several, all of a rank's or none
     splits        all, into stages of whole segments that begin with one that has parameters, if there are enough
+    devices       of a cluster of unlike ones, the orders in which its groups are dealt to ranks with one stage each
 
-A setting is one choice of the first five. T is the time of a microbatch through all segments, a the part of it (all
-where backwards are whole, else the least that the forward is of a segment) for which a rank waits for the stages before
-its own, forth or back. No plan of m microbatches on p ranks is faster than the longest of
+A setting is one choice of all but recompute and splits. T is the time of a microbatch through all segments, a the part
+of it (all where backwards are whole, else the least that the forward is of a segment) for which a rank waits for the
+stages before its own, forth or back. No plan of m microbatches on p ranks is faster than the longest of
 
     m T / p;  m x the longest segment;  all segments once (where backwards are in two, without their W), both ways over
     every edge;  of gpipe, T + (m - 1) T / p, or x the longest segment
@@ -19,7 +20,8 @@ its own, forth or back. No plan of m microbatches on p ranks is faster than the 
     m T / p + the mean over the ranks of what s segments at the start take, s being a rank's first stage, where ranks
     hold several
 
-and the collectives of a rank that has the mean of them.
+and the collectives of a rank that has the mean of them. Where devices are unlike, times are those of one that is
+nowhere slower than any, and p counts each rank as the part of such a one that it is at most.
 """
 
 from __future__ import annotations
@@ -30,45 +32,34 @@ from functools import cached_property, partial
 from itertools import pairwise
 from math import inf
 
-from autopart.ir.action import Kind, Schedule
 from autopart.ir.cost import REST
 from autopart.ir.mesh import Mesh
 from autopart.solver import dealt
-from autopart.solver.axis import linked
+from autopart.solver.columns import Order, orders
 from autopart.solver.cut import Cut, Found, Pipe, least_need, shortest, within
 from autopart.solver.dealt import Held
-from autopart.solver.families import ANYWHERE, WHOLE
-from autopart.solver.flush import Flush
-from autopart.solver.holding import Holding
-from autopart.solver.kinds import FEMTOSECONDS, Costs, Sums, Table
+from autopart.solver.families import WHOLE
+from autopart.solver.kinds import FEMTOSECONDS
 from autopart.solver.memory import in_flight
 from autopart.solver.request import Request
 from autopart.solver.search import Candidate, Solved, meshes, pose
-from autopart.solver.setting import Placed, Setting, Shape, flights_of
+from autopart.solver.setting import Setting
+from autopart.solver.shared import Shared
 from autopart.solver.split import Moment, evaluate
-from autopart.solver.stages import Stages
-from autopart.solver.timing import exchange_seconds
+from autopart.solver.stages import Stages, Unlike
 
 LONGEST = 6000
 """How many actions a schedule may have to be looked at, but for 1f1b and gpipe, where there are several."""
 
 
-class Space:
-    """The plans that a request allows. What settings share is computed once."""
+class Space(Shared):
+    """The plans that a request allows."""
 
     def __init__(self, request: Request) -> None:
-        self.request = request
-        self._schedules: dict[tuple[str, int, int], Schedule | None] = {}
-        self._shapes: dict[tuple[str, int, int], Shape | None] = {}
-        self._flushes: dict[tuple[str, int, int], Flush] = {}
-        self._tables: dict[tuple[int, int, bool], Table] = {}
-        self._holdings: dict[tuple[int, int, int], Holding] = {}
-        self._placed: dict[tuple[int, int], Placed] = {}
-        self._exchanges: dict[tuple[int, Mesh, int, int], tuple[int, ...]] = {}
-        self._costs: dict[int, Costs] = {}
+        super().__init__(request)
         self._moments: dict[tuple[str, int, int], tuple[Moment, ...]] = {}
         self._learned: dict[tuple[Setting, int | None, bool | None], float] = {}
-        self._floors: dict[tuple[int, Mesh, int, str], int] = {}
+        self._floors: dict[tuple[int, Mesh, int, str, Order], int] = {}
 
     @cached_property
     def settings(self) -> tuple[Setting, ...]:
@@ -77,9 +68,10 @@ class Space:
         for mesh in meshes(self.request):
             alternatives = self.request.placements_on(mesh.degree("dp"))
             found += [
-                Setting(mesh, count, rules, text, rank, variant, order)
+                Setting(mesh, count, rules, text, rank, variant, order, groups)
                 for count in self._counts(mesh)
                 for order, text in enumerate(self._texts(mesh, count))
+                for groups in self._groups(mesh, text, count)
                 for rank, rules in enumerate(self.request.placements)
                 if rules in alternatives
                 for variant in self.request.variants_on(mesh, count)
@@ -135,6 +127,15 @@ class Space:
             if not (request.searched and text not in WHOLE and 3 * len(shape.place) * microbatches > LONGEST):
                 yield text
 
+    def _groups(self, mesh: Mesh, text: str, microbatches: int) -> tuple[Order, ...]:
+        """The orders in which groups of unlike devices are dealt to the stages, where each rank holds one."""
+        shape = self.shape(text, mesh.degree("pp"), microbatches)
+        return ((),) if shape is None or shape.several else self._orders
+
+    @cached_property
+    def _orders(self) -> tuple[Order, ...]:
+        return orders(self.request.cluster, self.request.devices)
+
     def _counts(self, mesh: Mesh) -> Iterator[int]:
         """The numbers of microbatches of a mesh, few first."""
         if self.request.microbatches is not None:
@@ -144,102 +145,13 @@ class Space:
         powers = {1 << i for i in range(most.bit_length())}
         yield from sorted({*powers, min(most, 4 * mesh.degree("pp")), most})
 
-    # ---- what settings share -----------------------------------------------------------------------------------------
-
-    def schedule(self, text: str, ranks: int, microbatches: int) -> Schedule | None:
-        """The schedule for so many ranks and microbatches; None where there is none."""
-        key = text, ranks, microbatches
-        if key not in self._schedules:
-            try:
-                self._schedules[key] = self.request.scheduled(*key)
-            except ValueError:
-                self._schedules[key] = None
-        return self._schedules[key]
-
-    def shape(self, text: str, ranks: int, microbatches: int) -> Shape | None:
-        """The shape of a schedule; None where there is none for so many ranks and microbatches."""
-        if text in WHOLE:
-            return Shape(tuple(range(ranks)), halved=False)
-        key = text, ranks, 2 if text in ANYWHERE else microbatches
-        if key not in self._shapes:
-            made = self.schedule(*key)
-            split = made is not None and any(action.kind is Kind.I for _, action in made.actions())
-            self._shapes[key] = None if made is None else Shape(made.place, split)
-        return self._shapes[key]
-
-    def form(self, setting: Setting) -> Shape:
-        """The shape of a setting's schedule."""
-        found = self.shape(setting.text, setting.mesh.degree("pp"), setting.microbatches)
-        assert found is not None, "settings are those whose schedule there is"
-        return found
-
-    def made(self, setting: Setting) -> Schedule:
-        """The schedule of a setting."""
-        schedule = self.schedule(setting.text, setting.mesh.degree("pp"), setting.microbatches)
-        assert schedule is not None, "settings are those whose schedule there is"
-        return schedule
-
-    def halved(self, setting: Setting) -> bool:
-        """Whether backwards are in two."""
-        return self.form(setting).halved
-
-    def costs(self, number: int) -> Costs:
-        """The costs of the segments in a variant."""
-        if number not in self._costs:
-            variant = self.request.variants[number]
-            self._costs[number] = Costs.of(variant.costs, variant.again)
-        return self._costs[number]
-
-    def table(self, setting: Setting) -> Table:
-        """The segments at the size of the setting's largest microbatch."""
-        samples = self.request.samples(setting.mesh, setting.microbatches)
-        key = setting.variant, samples, self.halved(setting)
-        if key not in self._tables:
-            self._tables[key] = Table.of(self.costs(key[0]), key[1], self.request.cluster, halved=key[2])
-        return self._tables[key]
-
-    def placed(self, setting: Setting) -> Placed:
-        """The segments as they are placed on the data axis."""
-        key = setting.variant, setting.rank
-        if key not in self._placed:
-            self._placed[key] = Placed.of(self.costs(setting.variant).kinds, self.request.names, setting.placements)
-        return self._placed[key]
-
-    def holding(self, setting: Setting) -> Holding:
-        """What segments hold beside activations."""
-        dp = setting.mesh.degree("dp")
-        key = setting.variant, dp, setting.rank
-        if key not in self._holdings:
-            placed = self.placed(setting)
-            numbers = placed.numbers(self.table(setting))
-            self._holdings[key] = Holding.of(placed.kinds, numbers, placed.modes, dp, self.request.optimizer_ratio)
-        return self._holdings[key]
-
-    def exchanges(self, setting: Setting) -> tuple[int, ...]:
-        """The time of the collectives of the data axis, for every kind of segments as they are placed."""
-        mesh, count = setting.mesh, setting.microbatches
-        key = setting.variant, mesh, count, setting.rank
-        if key not in self._exchanges:
-            dp, cluster, placed = mesh.degree("dp"), linked(self.request.cluster, mesh, "dp"), self.placed(setting)
-            pairs = zip(placed.numbers(self.table(setting)), placed.modes, strict=True)
-            self._exchanges[key] = tuple(
-                round(exchange_seconds([numbers], [modes], dp, count, cluster) * FEMTOSECONDS)
-                for numbers, modes in pairs
-            )
-        return self._exchanges[key]
-
-    def exchanged(self, setting: Setting) -> Sums:
-        """The time of the collectives of the data axis."""
-        return self.placed(setting).kinds.sums(self.exchanges(setting))
-
-    # ---- a setting ---------------------------------------------------------------------------------------------------
-
     def bound(self, setting: Setting) -> int:
         """No plan of the setting has a shorter step, in femtoseconds."""
-        key = setting.variant, setting.mesh, setting.microbatches, setting.text
+        key = setting.variant, setting.mesh, setting.microbatches, setting.text, setting.groups
         if key not in self._floors:
             self._floors[key] = self._floor(setting)
-        collectives = self.placed(setting).kinds.total(self.exchanges(setting))
+        kinds, clusters = self.placed(setting).kinds, dict.fromkeys(self.columns(setting).clusters)
+        collectives = min(kinds.total(self.exchanges(setting, each)) for each in clusters)
         return self._floors[key] + -(-collectives // setting.mesh.degree("pp"))
 
     def _floor(self, setting: Setting) -> int:
@@ -248,8 +160,8 @@ class Space:
         hops = sum(one != other for one, other in pairwise(shape.place))
         forward, backward, inputs, _ = table.actions
         once = forward[-1] + (inputs[-1] if shape.halved else backward[-1])
-        share = max(table.longest, -(-table.total // p))
-        least = max(m * share, once + 2 * hops * round(self.request.cluster.link_latency * FEMTOSECONDS))
+        share = max(table.longest, self._shared(setting))
+        least = max(m * share, once + 2 * hops * round(self.columns(setting).latency * FEMTOSECONDS))
         if shape.several:
             ahead = forward if shape.halved else table.elapsed
             least = max(least, (m * table.total + sum(ahead[shape.place.index(rank)] for rank in range(p))) // p)
@@ -260,11 +172,38 @@ class Space:
             least = max(least, table.total + (m - 1) * share)
         return least
 
+    def _shared(self, setting: Setting) -> int:
+        """The least time of the slowest stage, if segments could be parted at will.
+
+        Where devices are unlike, a stage takes at least as many times as long as on the fastest of all as the segment
+        that gains least by that does.
+        """
+        table, clusters = self.table(setting), self.columns(setting).clusters
+        if not setting.groups:
+            return -(-table.total // len(clusters))
+        times = [f + b for f, b, _, _ in table.times]
+        slower = []
+        for each in clusters:
+            pairs = zip(self.table(setting, each).times, times, strict=True)
+            slower.append(min(((f + b) / time for (f, b, _, _), time in pairs if time), default=1.0))
+        return int(table.total / sum(1 / each for each in slower) * (1 - 1e-12))
+
     def stages(self, setting: Setting, limit: int | None, *, recomputing: bool | None = None) -> Stages:
         """The stages that the setting allows within a limit, None for any."""
         free = self.request.free if recomputing is None else recomputing
         flights = () if self.form(setting).several else self.flights(setting)
-        return Stages(self.table(setting), self.holding(setting), flights, limit, recomputing=free)
+        table, holding = self.table(setting), self.holding(setting)
+        if not setting.groups:
+            return Stages(table, holding, flights, limit, recomputing=free)
+        columns = self.columns(setting)
+        spare = self.request.spare(columns)
+        own = [
+            Stages(
+                self.table(setting, each), holding, flights, None if limit is None else limit + more, recomputing=free
+            )
+            for each, more in zip(columns.clusters, spare, strict=True)
+        ]
+        return Unlike(table, own, spare)
 
     def held(self, setting: Setting, stages: Stages) -> Held:
         """What the ranks of a setting hold that have several stages each."""
@@ -273,35 +212,21 @@ class Space:
             self._moments[key] = in_flight(self.made(setting))
         return Held(stages, self.pipe(setting), self.form(setting).place, self._moments[key])
 
-    def flush(self, setting: Setting) -> Flush:
-        """The flush of a setting's pipeline."""
-        key = setting.text, setting.mesh.degree("pp"), setting.microbatches
-        if key not in self._flushes:
-            self._flushes[key] = Flush.of(self.made(setting))
-        return self._flushes[key]
-
-    def flights(self, setting: Setting) -> tuple[int, ...]:
-        """How many microbatches each rank keeps at most: by law where that is known, else by the schedule's rows."""
-        pp, count = setting.mesh.degree("pp"), setting.microbatches
-        if setting.text == "1f1b":
-            return tuple(min(count, pp - rank) for rank in range(pp))
-        return (count,) * pp if setting.text == "gpipe" else flights_of(self.made(setting))
-
     def pipe(self, setting: Setting) -> Pipe:
         """What the setting's step is made of, beside its stages."""
-        count, cluster, shape = setting.microbatches, self.request.cluster, self.form(setting)
-        table, halved, stages = self.table(setting), shape.halved, len(shape.place)
-        transfer = [round(n.boundary_bytes / cluster.link_bandwidth * FEMTOSECONDS) for n in table.numbers]
+        count, columns, shape = setting.microbatches, self.columns(setting), self.form(setting)
+        table, halved, stages, exchanged = self.table(setting), shape.halved, len(shape.place), self.exchanged(setting)
+        transfer = [round(n.boundary_bytes / columns.bandwidth * FEMTOSECONDS) for n in table.numbers]
         return Pipe(
             stages=stages,
             microbatches=count,
             actions=(3 if halved else 2) * stages * count,
             flush=partial(self.flush, setting),
             whole=not halved,
-            alternating=setting.text == "1f1b",
-            latency=round(cluster.link_latency * FEMTOSECONDS),
+            alternating=setting.text == "1f1b" and not setting.groups,
+            latency=round(columns.latency * FEMTOSECONDS),
             transfer=tuple(table.values(transfer)),
-            exchanged=self.exchanged(setting),
+            exchanged=tuple(exchanged[column] for column in shape.place),
             starts=self.request.starts,
             allowed=self.allowed(stages),
         )
@@ -333,7 +258,8 @@ class Space:
 
     def room(self, setting: Setting, limit: int) -> bool:
         """Whether the ranks have, in the mean, room within a limit for what the setting holds beside activations."""
-        return self.holding(setting).resident(0, len(self.request.costs)) <= setting.mesh.degree("pp") * limit
+        spare = self.request.spare(self.columns(setting))
+        return self.holding(setting).resident(0, len(self.request.costs)) <= sum(limit + more for more in spare)
 
     def fits(self, setting: Setting, limit: int, *, recomputing: bool | None = None) -> bool:
         """Whether some plan of the setting fits a limit."""
@@ -368,6 +294,7 @@ class Space:
             made,
             in_flight(made),
             setting.variant,
+            setting.groups,
         )
         model, problem = pose(request, candidate)
         split = evaluate(problem, cut.starts)

@@ -41,6 +41,7 @@ class Stages:
         """`flights`: how many microbatches each stage keeps; `limit`: bytes per device, None for any."""
         self.table, self.holding, self.flights, self.limit = table, holding, flights, limit
         self.again = table.again if recomputing else ()
+        self.spare: tuple[int, ...] = ()
         self.plain = Way((0,) * len(self.again), 0)
         self.transient = Largest(table.kinds, [n.recomputed_bytes for n in table.numbers])
         self.tired = False
@@ -86,19 +87,27 @@ class Stages:
     def time(self, stage: int, start: int, stop: int) -> int | None:
         """The time of a microbatch through these segments as this stage; None if they do not fit."""
         way = self.way(stage, start, stop)
-        return None if way is None else self.table.time(start, stop) + way.more
+        return None if way is None else self.taken(stage, start, stop, way)
+
+    def taken(self, stage: int, start: int, stop: int, way: Way) -> int:
+        """The time of a microbatch through these segments as this stage, run in some way."""
+        return self.table.time(start, stop) + way.more
+
+    def actions(self, stage: int, start: int, stop: int, way: Way) -> tuple[int, ...]:
+        """The time of a forward, a backward, and its halves, of these segments as this stage, run in some way."""
+        return tuple(
+            total[stop]
+            - total[start]
+            + sum(count * each.more[at] for count, each in zip(way.counts, self.again, strict=True))
+            for at, total in enumerate(self.table.actions)
+        )
 
     def seconds(self, starts: Sequence[int], ways: Sequence[Way]) -> dict[str, list[int]]:
         """The time of each kind of action at each stage of a split."""
         stops = [*starts[1:], self.table.segments]
         made: dict[str, list[int]] = {"F": [], "B": [], "I": [], "W": []}
         for stage, (start, stop, way) in enumerate(zip(starts, stops, ways, strict=True)):
-            f, b, i, w = (
-                total[stop]
-                - total[start]
-                + sum(count * each.more[at] for count, each in zip(way.counts, self.again, strict=True))
-                for at, total in enumerate(self.table.actions)
-            )
+            f, b, i, w = self.actions(stage, start, stop, way)
             for kind, time in zip("FBIW", (f, b, i, w) if stage else (f, b, 0, b), strict=True):
                 made[kind].append(time)
         return made
@@ -131,6 +140,42 @@ class Stages:
         self.tired |= cover.looked > PATIENCE
         counts = dict(zip(order, cover.best, strict=False))
         return Way(tuple(counts.get(n, 0) for n in range(len(there))), cover.least)
+
+
+class Unlike(Stages):
+    """The stages of a pipeline of unlike devices, each as its own device runs and holds it.
+
+    `table` is that of a device that is nowhere slower. Limits are those of the device with least memory; of these each
+    stage has `spare` bytes more.
+    """
+
+    def __init__(self, table: Table, stages: Sequence[Stages], spare: Sequence[int]) -> None:
+        """`stages`: for each stage those of its device, within the limit that it has there."""
+        self.table, self.holding, self.each, self.spare = table, stages[0].holding, tuple(stages), tuple(spare)
+        self.limit, self.again, self.plain = stages[0].limit, stages[0].again, stages[0].plain
+        self.tired = False
+
+    def way(self, stage: int, start: int, stop: int) -> Way | None:
+        """How segments `start` to `stop` - 1 are run as this stage; None if they do not fit."""
+        found = self.each[stage].way(stage, start, stop)
+        self.tired |= self.each[stage].tired
+        return found
+
+    def need(self, stage: int, start: int, stop: int) -> int:
+        """The smallest limit that these segments can be a stage with."""
+        return self.each[stage].need(stage, start, stop) - self.spare[stage]
+
+    def held(self, stage: int, start: int, stop: int, way: Way) -> int:
+        """The bytes of these segments as this stage, run in some way."""
+        return self.each[stage].held(stage, start, stop, way)
+
+    def taken(self, stage: int, start: int, stop: int, way: Way) -> int:
+        """The time of a microbatch through these segments as this stage, run in some way."""
+        return self.each[stage].taken(stage, start, stop, way)
+
+    def actions(self, stage: int, start: int, stop: int, way: Way) -> tuple[int, ...]:
+        """The time of a forward, a backward, and its halves, of these segments as this stage, run in some way."""
+        return self.each[stage].actions(stage, start, stop, way)
 
 
 class _Cover:

@@ -1,0 +1,150 @@
+"""What settings share: schedules, and what segments cost and hold, each computed once for all that ask for it."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+from autopart.cluster import Cluster
+from autopart.ir.action import Kind, Schedule
+from autopart.ir.mesh import Mesh
+from autopart.solver.axis import linked
+from autopart.solver.columns import Columns, Order, fastest
+from autopart.solver.families import ANYWHERE, WHOLE
+from autopart.solver.flush import Flush
+from autopart.solver.holding import Holding
+from autopart.solver.kinds import FEMTOSECONDS, Costs, Sums, Table
+from autopart.solver.request import Request
+from autopart.solver.setting import Placed, Setting, Shape, flights_of
+from autopart.solver.timing import exchange_seconds
+
+
+class Shared:
+    """Of the settings of one request: what several of them have in common."""
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self._schedules: dict[tuple[str, int, int], Schedule | None] = {}
+        self._shapes: dict[tuple[str, int, int], Shape | None] = {}
+        self._flushes: dict[tuple[str, int, int], Flush] = {}
+        self._tables: dict[tuple[int, int, bool, Cluster], Table] = {}
+        self._columns: dict[tuple[Mesh, Order], Columns] = {}
+        self._holdings: dict[tuple[int, int, int], Holding] = {}
+        self._placed: dict[tuple[int, int], Placed] = {}
+        self._exchanges: dict[tuple[int, Mesh, int, int, Cluster], tuple[int, ...]] = {}
+        self._costs: dict[int, Costs] = {}
+
+    def schedule(self, text: str, ranks: int, microbatches: int) -> Schedule | None:
+        """The schedule for so many ranks and microbatches; None where there is none."""
+        key = text, ranks, microbatches
+        if key not in self._schedules:
+            try:
+                self._schedules[key] = self.request.scheduled(*key)
+            except ValueError:
+                self._schedules[key] = None
+        return self._schedules[key]
+
+    def shape(self, text: str, ranks: int, microbatches: int) -> Shape | None:
+        """The shape of a schedule; None where there is none for so many ranks and microbatches."""
+        if text in WHOLE:
+            return Shape(tuple(range(ranks)), halved=False)
+        key = text, ranks, 2 if text in ANYWHERE else microbatches
+        if key not in self._shapes:
+            made = self.schedule(*key)
+            split = made is not None and any(action.kind is Kind.I for _, action in made.actions())
+            self._shapes[key] = None if made is None else Shape(made.place, split)
+        return self._shapes[key]
+
+    def form(self, setting: Setting) -> Shape:
+        """The shape of a setting's schedule."""
+        found = self.shape(setting.text, setting.mesh.degree("pp"), setting.microbatches)
+        assert found is not None, "settings are those whose schedule there is"
+        return found
+
+    def made(self, setting: Setting) -> Schedule:
+        """The schedule of a setting."""
+        schedule = self.schedule(setting.text, setting.mesh.degree("pp"), setting.microbatches)
+        assert schedule is not None, "settings are those whose schedule there is"
+        return schedule
+
+    def halved(self, setting: Setting) -> bool:
+        """Whether backwards are in two."""
+        return self.form(setting).halved
+
+    def costs(self, number: int) -> Costs:
+        """The costs of the segments in a variant."""
+        if number not in self._costs:
+            variant = self.request.variants[number]
+            self._costs[number] = Costs.of(variant.costs, variant.again)
+        return self._costs[number]
+
+    def columns(self, setting: Setting) -> Columns:
+        """What the setting's stages run on."""
+        key = setting.mesh, setting.groups
+        if key not in self._columns:
+            self._columns[key] = Columns.of(self.request.cluster, *key)
+        return self._columns[key]
+
+    @cached_property
+    def _fastest(self) -> Cluster:
+        return fastest(self.request.cluster)
+
+    def table(self, setting: Setting, cluster: Cluster | None = None) -> Table:
+        """The segments at the size of the setting's largest microbatch, on a device that is nowhere slower than any.
+
+        On that of a `cluster`, if one is given.
+        """
+        samples = self.request.samples(setting.mesh, setting.microbatches)
+        cluster = cluster or (self._fastest if setting.groups else self.request.cluster)
+        key = setting.variant, samples, self.halved(setting), cluster
+        if key not in self._tables:
+            self._tables[key] = Table.of(self.costs(key[0]), key[1], cluster, halved=key[2])
+        return self._tables[key]
+
+    def placed(self, setting: Setting) -> Placed:
+        """The segments as they are placed on the data axis."""
+        key = setting.variant, setting.rank
+        if key not in self._placed:
+            self._placed[key] = Placed.of(self.costs(setting.variant).kinds, self.request.names, setting.placements)
+        return self._placed[key]
+
+    def holding(self, setting: Setting) -> Holding:
+        """What segments hold beside activations."""
+        dp = setting.mesh.degree("dp")
+        key = setting.variant, dp, setting.rank
+        if key not in self._holdings:
+            placed = self.placed(setting)
+            numbers = placed.numbers(self.table(setting))
+            self._holdings[key] = Holding.of(placed.kinds, numbers, placed.modes, dp, self.request.optimizer_ratio)
+        return self._holdings[key]
+
+    def exchanges(self, setting: Setting, cluster: Cluster) -> tuple[int, ...]:
+        """The time of the collectives of the data axis on a cluster, for every kind of segments as they are placed."""
+        mesh, count = setting.mesh, setting.microbatches
+        key = setting.variant, mesh, count, setting.rank, cluster
+        if key not in self._exchanges:
+            dp, near, placed = mesh.degree("dp"), linked(cluster, mesh, "dp"), self.placed(setting)
+            pairs = zip(placed.numbers(self.table(setting)), placed.modes, strict=True)
+            self._exchanges[key] = tuple(
+                round(exchange_seconds([numbers], [modes], dp, count, near) * FEMTOSECONDS) for numbers, modes in pairs
+            )
+        return self._exchanges[key]
+
+    def exchanged(self, setting: Setting) -> tuple[Sums, ...]:
+        """The time of the collectives of the data axis, in each column."""
+        clusters, kinds = self.columns(setting).clusters, self.placed(setting).kinds
+        sums = {each: kinds.sums(self.exchanges(setting, each)) for each in dict.fromkeys(clusters)}
+        return tuple(sums[each] for each in clusters)
+
+    def flush(self, setting: Setting) -> Flush:
+        """The flush of a setting's pipeline."""
+        key = setting.text, setting.mesh.degree("pp"), setting.microbatches
+        if key not in self._flushes:
+            self._flushes[key] = Flush.of(self.made(setting))
+        return self._flushes[key]
+
+    def flights(self, setting: Setting) -> tuple[int, ...]:
+        """How many microbatches each rank keeps at most: by law where that is known, else by the schedule's rows."""
+        pp, count = setting.mesh.degree("pp"), setting.microbatches
+        if setting.text == "1f1b":
+            return tuple(min(count, pp - rank) for rank in range(pp))
+        return (count,) * pp if setting.text == "gpipe" else flights_of(self.made(setting))

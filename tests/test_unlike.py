@@ -1,0 +1,205 @@
+"""Plans for clusters of unlike devices: equal to brute force over orders, meshes, splits and all; run as any other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import chain, combinations, permutations, product
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import autopart
+from autopart.cluster import Cluster, Device, Group, Joint, Link
+from autopart.errors import PlanInfeasible
+from autopart.ir.placement import PRESETS
+from autopart.ir.plan import Plan
+from autopart.solver import choose
+from autopart.solver.columns import orders
+from autopart.testing import assert_parity
+from tests.oracle import every_split, stage_bytes, step_seconds
+from tests.test_joint import Model, limit_of, models, numbers_of
+
+QUICK = settings(max_examples=20, deadline=None, derandomize=True)
+
+
+@st.composite
+def unlike(draw: st.DrawFn, total: int) -> Cluster:
+    """Groups of one or two devices each, of so many bytes in the mean, give or take half."""
+    rate = st.sampled_from([0.5, 1.0, 2.0, 4.0])
+    groups = []
+    for number in range(draw(st.integers(2, 3))):
+        size = int(total * draw(st.sampled_from([0.5, 1.0, 1.5])))
+        link = Link(draw(st.sampled_from([1e2, 1e4])), draw(st.sampled_from([0.0, 1e-3])))
+        device = Device(f"d{number}", size, 1e4 * draw(rate), 1e3 * draw(rate), 0.0)
+        groups.append(Group(device, 1, draw(st.integers(1, 2)), link, link))
+    joints = [
+        Joint(a, b, Link(draw(st.sampled_from([1e2, 1e3])), draw(st.sampled_from([0.0, 1.0]))))
+        for a, b in combinations(range(len(groups)), 2)
+    ]
+    return Cluster(tuple(groups), tuple(joints))
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[Model, int | None]:
+    """A model on unlike devices, and a limit that is pinned, if any."""
+    plain, again, _, batch = draw(models())
+    limit = limit_of((plain, again, Cluster.preset("cpu"), batch), draw(st.integers(25, 120)))
+    pin = draw(st.none() | st.just(limit))
+    return (plain, again, draw(unlike(limit)), batch), pin
+
+
+def column(cluster: Cluster, devices: list[int]) -> Cluster:
+    """Equal devices as weak as the weakest of some, with the slowest link inside or between their groups."""
+    every = [cluster.device(number) for number in devices]
+    starts = [sum(group.devices for group in cluster.groups[:n]) for n in range(len(cluster.groups) + 1)]
+    groups = {n for n in range(len(cluster.groups)) if {*range(starts[n], starts[n + 1])} & {*devices}}
+    links = [cluster.groups[n].inside for n in groups]
+    links += [joint.link for joint in cluster.joints if {joint.first, joint.second} <= groups]
+    return Cluster.uniform(
+        len(devices),
+        min(device.memory for device in every),
+        min(device.flops for device in every),
+        min(device.bandwidth for device in every),
+        min(link.bandwidth for link in links),
+        max(link.latency for link in links),
+    )
+
+
+def every_step(model: Model, limit: int | None, only: tuple[int, int] | None = None) -> Iterator[float]:
+    """The steps of all plans that fit, of all orders of the groups."""
+    plain, again, cluster, batch = model
+    groups, at = [], 0
+    for group in cluster.groups:
+        groups.append([*range(at, at + group.devices)])
+        at += group.devices
+    for order, pp in product(permutations(groups), range(1, min(at, len(plain)) + 1)):
+        devices, (dp, rest) = [*chain(*order)], divmod(at, pp)
+        if rest or dp > batch or (only is not None and only != (pp, dp)):
+            continue
+        columns = [devices[k * dp : (k + 1) * dp] for k in range(pp)]
+        on = [column(cluster, each) for each in columns]
+        limits = [each.memory if limit is None else limit for each in on]
+        crossed = [cluster.link(a, b) for k in range(pp - 1) for a, b in zip(columns[k], columns[k + 1], strict=True)]
+        slowest = (
+            (min(link.bandwidth for link in crossed), max(link.latency for link in crossed)) if crossed else (1.0,)
+        )
+        for count in numbers_of(batch // dp):
+            size = -(-batch // (dp * count))
+            pairs = [(p.at(size), a.at(size)) for p, a in zip(plain, again, strict=True)]
+            places = [i for i, (p, a) in enumerate(pairs) if a.saved_bytes < p.saved_bytes]
+            chosen = [
+                [pair[i in subset] for i, pair in enumerate(pairs)]
+                for subset in chain.from_iterable(combinations(places, n) for n in range(len(places) + 1))
+            ]
+            for preset, starts, segments in product(
+                PRESETS if dp > 1 else PRESETS[:1], every_split(len(plain), pp), chosen
+            ):
+                runs = list(zip(starts, [*starts[1:], len(segments)], limits, strict=True))
+                held = [
+                    stage_bytes(segments[i:j], preset, dp, 2, min(count, pp - k)) for k, (i, j, _) in enumerate(runs)
+                ]
+                if all(need <= most for need, (_, _, most) in zip(held, runs, strict=True)):
+                    setting: dict[str, Any] = {"schedule": "1f1b", "microbatches": count, "preset": preset, "dp": dp}
+                    yield step_seconds(segments, starts, cluster=on, link=Link(*slowest), **setting)
+
+
+def chosen(model: Model, limit: int | None, **pins: Any) -> Plan | None:
+    plain, again, cluster, batch = model
+    pins = {"recomputed": again, "cluster": cluster, "schedule": "1f1b", **pins}
+    try:
+        return choose(plain, batch=batch, memory=limit, **pins)
+    except PlanInfeasible:
+        return None
+
+
+@QUICK
+@given(cases())
+def test_equals_brute_force(case: tuple[Model, int | None]) -> None:
+    model, limit = case
+    if model[3] < model[2].devices:
+        model = (*model[:3], model[2].devices)
+    expected = min(every_step(model, limit), default=None)
+    plan = chosen(model, limit)
+    assert (plan is None) == (expected is None)
+    if plan is not None:
+        assert plan.prediction.step_seconds == pytest.approx(expected, rel=1e-9, abs=1e-12)
+        for stage, memory in zip(plan.stages, plan.prediction.memory, strict=True):
+            room = [model[2].device(plan.devices[rank]).memory for rank in stage.ranks] if limit is None else [limit]
+            assert memory.total <= min(room)
+
+
+@QUICK
+@given(cases(), st.data())
+def test_a_pinned_mesh_is_no_better_and_a_better_device_no_worse(case: Any, data: st.DataObject) -> None:
+    (plain, again, cluster, batch), _ = case
+    batch = max(batch, cluster.devices)
+    model = plain, again, cluster, batch
+
+    def step(model: Model, **pins: Any) -> float:
+        plan = chosen(model, None, **pins)
+        return float("inf") if plan is None else plan.prediction.step_seconds
+
+    free = step(model) * (1 + 1e-9)
+    for pp in (pp for pp in range(1, len(plain) + 1) if cluster.devices % pp == 0):
+        assert step(model, mesh={"pp": pp, "dp": cluster.devices // pp}) * (1 + 2e-9) >= free
+    which = data.draw(st.integers(0, len(cluster.groups) - 1))
+    group = cluster.groups[which]
+    better = replace(group.device, memory=2 * group.device.memory, flops=2 * group.device.flops)
+    groups = (*cluster.groups[:which], replace(group, device=better), *cluster.groups[which + 1 :])
+    assert step((plain, again, replace(cluster, groups=groups), batch)) <= free
+
+
+FAST, SLOW = Device("fast", 2**30, 4e9, 1e12, 0.0), Device("slow", 2**30, 1e9, 1e12, 0.0)
+NEAR = Link(1e12, 0.0)
+
+
+def mixed(fast: int, slow: int) -> Cluster:
+    groups = Group(SLOW, 1, slow, NEAR, NEAR), Group(FAST, 1, fast, NEAR, NEAR)
+    return Cluster(groups, (Joint(0, 1, NEAR),))
+
+
+class Layers(nn.Sequential):
+    """Five equal layers, and a loss."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).square().mean()
+
+
+def layers() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    torch.manual_seed(0)
+    model = Layers(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(5)))
+    return model.double(), (torch.randn(8, 16).double(),)
+
+
+def test_a_fast_device_has_more_layers_and_the_plan_says_where() -> None:
+    model, args = layers()
+    pins: dict[str, Any] = {"mesh": {"pp": 2}, "capture": "direct", "microbatches": 4}
+    plan = autopart.plan(model, args, cluster=mixed(1, 1), **pins)
+    shares = {plan.devices[stage.ranks[0]]: len(stage.segments) for stage in plan.stages}
+    assert shares[0] == 1 and shares[1] >= 4, "four times as fast, four times as many"
+    assert "on devices 1" in plan.summary() and "devices: stage 0 on" in plan.explain()
+    assert any(each.choice == "order of devices" for each in plan.alternatives)
+    assert Plan.from_json(plan.to_json()) == plan
+    same = autopart.plan(model, args, cluster=Cluster.uniform(2, 2**30, 1e9, 1e12, 1e12, 0.0), **pins)
+    assert not same.devices and plan.prediction.step_seconds < same.prediction.step_seconds
+    assert_parity(model, args, plan=plan)
+
+
+def test_data_axes_lie_among_like_devices() -> None:
+    model, args = layers()
+    plan = autopart.plan(model, args, cluster=mixed(2, 2), mesh={"pp": 2, "dp": 2}, capture="direct")
+    groups = [{plan.devices[rank] // 2 for rank in stage.ranks} for stage in plan.stages]
+    assert all(len(each) == 1 for each in groups)
+
+
+def test_equal_orders_are_looked_at_once() -> None:
+    near, far = Link(1e9), Link(1e6)
+    one = Group(FAST, 1, 2, near, near)
+    assert orders(Cluster((one,)), 2) == ((),)
+    assert orders(Cluster((one, one), (Joint(0, 1, far),)), 4) == ((0, 1),)
+    assert len(orders(mixed(2, 2), 4)) == 2 and len(orders(mixed(1, 3), 2)) == 2
