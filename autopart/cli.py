@@ -15,6 +15,7 @@ import typer
 
 from autopart import demo as demonstration
 from autopart.errors import AutopartError
+from autopart.ir.mesh import Sizes
 
 app = typer.Typer(help=__doc__, no_args_is_help=True, add_completion=False, pretty_exceptions_show_locals=False)
 
@@ -24,7 +25,10 @@ Target = Annotated[
         help="FILE.py:NAME or MODULE:NAME of a function that returns (model, args) or (model, args, kwargs)"
     ),
 ]
-Mesh = Annotated[str | None, typer.Option(help="sizes of the mesh axes, such as pp=2,dp=2; default: chosen")]
+Mesh = Annotated[
+    str | None,
+    typer.Option(help="sizes of the mesh axes, such as pp=2,dp=2, or dp=3:1 for unequal shares; default: chosen"),
+]
 Placement = Annotated[str | None, typer.Option(help="ddp, zero1, zero2 or fsdp; default: chosen")]
 Schedule = Annotated[
     str | None,
@@ -37,8 +41,8 @@ Folder = Annotated[Path, typer.Argument(help="a folder that `inspect --out` or P
 Devices = Annotated[int | None, typer.Option(help="how many ranks; default: the size of the mesh")]
 
 
-def parse_mesh(text: str | None) -> dict[str, int] | None:
-    """``{"pp": 2, "dp": 2}`` for ``pp=2,dp=2``; None for None.
+def parse_mesh(text: str | None) -> Sizes | None:
+    """``{"pp": 2, "dp": 2}`` for ``pp=2,dp=2``, ``{"dp": (3, 1)}`` for ``dp=3:1``; None for None.
 
     Raises:
         ValueError: `text` is not of that form.
@@ -46,9 +50,10 @@ def parse_mesh(text: str | None) -> dict[str, int] | None:
     if text is None:
         return None
     pairs = [part.strip().partition("=") for part in text.split(",")]
-    if not all(axis and size.isdecimal() for axis, _, size in pairs):
-        raise ValueError(f"mesh: {text!r} is not of the form pp=2,dp=2")
-    return {axis: int(size) for axis, _, size in pairs}
+    if not all(axis and all(n.isdecimal() for n in size.split(":")) for axis, _, size in pairs):
+        raise ValueError(f"mesh: {text!r} is not of the form pp=2,dp=2, or dp=3:1 for unequal shares of the batch")
+    sizes = ((axis, [int(n) for n in size.split(":")]) for axis, _, size in pairs)
+    return {axis: tuple(found) if len(found) > 1 else found[0] for axis, found in sizes}
 
 
 def load_target(target: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from autopart.errors import RankFailure
+from autopart.ir.mesh import Sizes
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -47,7 +48,7 @@ class Settings:
     nproc: int
     steps: int
     batch: int
-    mesh: dict[str, int] | None
+    mesh: Sizes | None
     placement: str | None
     schedule: str | None
     microbatches: int | None

@@ -129,15 +129,24 @@ def step_seconds(
     dp: int,
     cluster: Cluster | Sequence[Cluster],
     link: Link | None = None,
+    places: Sequence[Sequence[tuple[Sequence[SegmentNumbers], Cluster]]] = (),
 ) -> float:
     """The step of one split, a stage a rank: a simulated flush, then the collectives of the rank that has most.
 
-    `cluster` is what all stages run on, or what each does; `link`, then, is what messages between them take.
+    `cluster` is what all stages run on, or what each does; `link`, then, is what messages between them take. For each
+    stage `places` are what its data ranks compute and on what: a segment takes as long as where that is longest.
     """
-    stages = [segments[i:j] for i, j in zip(starts, [*starts[1:], len(segments)], strict=True)]
+    runs = list(zip(starts, [*starts[1:], len(segments)], strict=True))
+    stages = [segments[i:j] for i, j in runs]
     clusters = [cluster] * len(stages) if isinstance(cluster, Cluster) else cluster
-    forward = [sum(_forward(s, on) for s in k) for k, on in zip(stages, clusters, strict=True)]
-    backward = [sum(_backward(s, on) for s in k) for k, on in zip(stages, clusters, strict=True)]
+    places = places or [[(segments, on)] for on in clusters]
+    forward, backward = (
+        [
+            sum(max(time(each[s], on) for each, on in k) for s in range(i, j))
+            for k, (i, j) in zip(places, runs, strict=True)
+        ]
+        for time in (_forward, _backward)
+    )
     crossing = max((segments[i].boundary_bytes for i in starts[1:]), default=0)
     link = link or Link(clusters[0].link_bandwidth, clusters[0].link_latency)
     edge = link.latency + crossing / link.bandwidth

@@ -59,7 +59,9 @@ def recorded(
     step: str, *, head: str = HEAD, bodies: Bodies | None = None, sizes: tuple[int, ...] = (3, 2)
 ) -> Recording:
     batch = RecordingBatch({"x": lambda b: Spec((b, 3), F32)}, sizes, sum(sizes))
-    return record(head + dedent(step), "<rank 0>", RecordingWorld(STATE, 1, 0, {}), batch, bodies or Bodies())
+    return record(
+        head + dedent(step), "<rank 0>", RecordingWorld(STATE, (batch.size,), 0, {}), batch, bodies or Bodies()
+    )
 
 
 def test_a_text_is_seen_whole_and_in_order() -> None:
@@ -214,6 +216,10 @@ def test_the_prologue_is_told_apart_by_what_it_is_given() -> None:
     """
     batch = RecordingBatch({"x": lambda b: Spec((b, 3), F32)}, (2,), 2)
     found = record(
-        head + dedent(step), "<rank 0>", RecordingWorld(STATE, 1, 0, {"n": Spec((7,), F32)}), batch, Bodies()
+        head + dedent(step),
+        "<rank 0>",
+        RecordingWorld(STATE, (batch.size,), 0, {"n": Spec((7,), F32)}),
+        batch,
+        Bodies(),
     )
     assert found.result == [Spec((2, 3), F32), Spec((7,), F32)]

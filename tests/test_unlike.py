@@ -70,42 +70,59 @@ def column(cluster: Cluster, devices: list[int]) -> Cluster:
     )
 
 
-def every_step(model: Model, limit: int | None, only: tuple[int, int] | None = None) -> Iterator[float]:
-    """The steps of all plans that fit, of all orders of the groups."""
-    plain, again, cluster, batch = model
+def every_step(model: Model, limit: int | None) -> Iterator[float]:
+    """The steps of all plans that fit, of all orders of the groups, all ways to deal the batch to unlike data ranks."""
     groups, at = [], 0
-    for group in cluster.groups:
+    for group in model[2].groups:
         groups.append([*range(at, at + group.devices)])
         at += group.devices
-    for order, pp in product(permutations(groups), range(1, min(at, len(plain)) + 1)):
+    for order, pp in product(permutations(groups), range(1, min(at, len(model[0])) + 1)):
         devices, (dp, rest) = [*chain(*order)], divmod(at, pp)
-        if rest or dp > batch or (only is not None and only != (pp, dp)):
+        if rest or dp > model[3]:
             continue
         columns = [devices[k * dp : (k + 1) * dp] for k in range(pp)]
-        on = [column(cluster, each) for each in columns]
-        limits = [each.memory if limit is None else limit for each in on]
-        crossed = [cluster.link(a, b) for k in range(pp - 1) for a, b in zip(columns[k], columns[k + 1], strict=True)]
-        slowest = (
-            (min(link.bandwidth for link in crossed), max(link.latency for link in crossed)) if crossed else (1.0,)
-        )
-        for count in numbers_of(batch // dp):
-            size = -(-batch // (dp * count))
-            pairs = [(p.at(size), a.at(size)) for p, a in zip(plain, again, strict=True)]
-            places = [i for i, (p, a) in enumerate(pairs) if a.saved_bytes < p.saved_bytes]
-            chosen = [
-                [pair[i in subset] for i, pair in enumerate(pairs)]
-                for subset in chain.from_iterable(combinations(places, n) for n in range(len(places) + 1))
-            ]
-            for preset, starts, segments in product(
-                PRESETS if dp > 1 else PRESETS[:1], every_split(len(plain), pp), chosen
-            ):
-                runs = list(zip(starts, [*starts[1:], len(segments)], limits, strict=True))
-                held = [
-                    stage_bytes(segments[i:j], preset, dp, 2, min(count, pp - k)) for k, (i, j, _) in enumerate(runs)
-                ]
-                if all(need <= most for need, (_, _, most) in zip(held, runs, strict=True)):
-                    setting: dict[str, Any] = {"schedule": "1f1b", "microbatches": count, "preset": preset, "dp": dp}
-                    yield step_seconds(segments, starts, cluster=on, link=Link(*slowest), **setting)
+        for taken in dealt(model, columns):
+            for count in numbers_of(min(taken)):
+                yield from steps(model, limit, columns, taken, count)
+
+
+def dealt(model: Model, columns: list[list[int]]) -> Iterator[tuple[int, ...]]:
+    """The samples of each data rank: as even as can be, or anyhow where some column has devices of two groups."""
+    (*_, cluster, batch), dp = model, len(columns[0])
+    yield tuple(batch // dp + (part < batch % dp) for part in range(dp))
+    owners = [[cluster.group_of(number) for number in each] for each in columns]
+    if any(len(set(each)) > 1 for each in owners):
+        yield from (each for each in product(range(1, batch), repeat=dp) if sum(each) == batch)
+
+
+def steps(
+    model: Model, limit: int | None, columns: list[list[int]], taken: tuple[int, ...], count: int
+) -> Iterator[float]:
+    """The steps of all placements, splits and sets of recomputed segments that fit."""
+    plain, again, cluster, _ = model
+    pp, dp = len(columns), len(columns[0])
+    on = [column(cluster, each) for each in columns]
+    limits = [each.memory if limit is None else limit for each in on]
+    crossed = [cluster.link(a, b) for k in range(pp - 1) for a, b in zip(columns[k], columns[k + 1], strict=True)]
+    rates = [link.bandwidth for link in crossed], [link.latency for link in crossed]
+    edge = Link(min(rates[0], default=1.0), max(rates[1], default=0.0))
+    sizes = [-(-each // count) for each in taken]
+    most = max(sizes)
+    pairs = [(p.at(most).saved_bytes, a.at(most).saved_bytes) for p, a in zip(plain, again, strict=True)]
+    kept = [i for i, (p, a) in enumerate(pairs) if a < p]
+    alike = [[(most, each)] for each in on]
+    apart = [[(n, column(cluster, [one])) for n, one in zip(sizes, each, strict=True)] for each in columns]
+    even = taken == next(dealt(model, columns))
+    for subset in chain.from_iterable(combinations(kept, n) for n in range(len(kept) + 1)):
+        costs = [again[i] if i in subset else plain[i] for i in range(len(plain))]
+        segments = [cost.at(most) for cost in costs]
+        places = [[([cost.at(n) for cost in costs], one) for n, one in each] for each in (alike if even else apart)]
+        for preset, starts in product(PRESETS if dp > 1 else PRESETS[:1], every_split(len(plain), pp)):
+            runs = list(zip(starts, [*starts[1:], len(segments)], limits, strict=True))
+            held = [stage_bytes(segments[i:j], preset, dp, 2, min(count, pp - k)) for k, (i, j, _) in enumerate(runs)]
+            if all(need <= room for need, (_, _, room) in zip(held, runs, strict=True)):
+                setting: dict[str, Any] = {"schedule": "1f1b", "microbatches": count, "preset": preset, "dp": dp}
+                yield step_seconds(segments, starts, cluster=on, link=edge, places=places, **setting)
 
 
 def chosen(model: Model, limit: int | None, **pins: Any) -> Plan | None:
@@ -195,6 +212,19 @@ def test_data_axes_lie_among_like_devices() -> None:
     plan = autopart.plan(model, args, cluster=mixed(2, 2), mesh={"pp": 2, "dp": 2}, capture="direct")
     groups = [{plan.devices[rank] // 2 for rank in stage.ranks} for stage in plan.stages]
     assert all(len(each) == 1 for each in groups)
+
+
+def test_a_fast_data_rank_takes_more_of_the_batch() -> None:
+    torch.manual_seed(0)
+    model, args = Layers(nn.Linear(16, 16)).double(), (torch.randn(10, 16).double(),)
+    plan = autopart.plan(model, args, cluster=mixed(1, 1), placement="ddp", capture="direct")
+    taken = dict(zip(plan.devices, plan.mesh.dealt(10), strict=True))
+    assert plan.mesh.degree("dp") == 2 and taken == {1: 8, 0: 2}
+    assert "dp=4:1" in plan.summary() or "dp=1:4" in plan.summary()
+    many = autopart.plan(model, (args[0].repeat(20, 1),), cluster=mixed(1, 2), placement="ddp", capture="direct")
+    taken = dict(zip(many.devices, many.mesh.dealt(200), strict=True))
+    assert many.mesh.degree("dp") == 3 and taken[2] > 3.5 * taken[0]
+    assert_parity(model, args, plan=plan)
 
 
 def test_equal_orders_are_looked_at_once() -> None:

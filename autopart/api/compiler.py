@@ -31,7 +31,6 @@ from autopart.codegen.shapes import Bodies
 from autopart.ir.action import Scheduled
 from autopart.ir.captured import Captured
 from autopart.ir.cost import PRECISIONS, optimizer_bytes
-from autopart.ir.mesh import pieces
 from autopart.ir.plan import INPUT, OUTPUT, Plan, pinned_chunks
 from autopart.ir.program import Program
 from autopart.ir.segmented import Segmented
@@ -374,4 +373,4 @@ def named(stages: int | Sequence[str] | None) -> tuple[str, ...]:
 
 def _check_slices(segmented: Segmented, plan: Plan) -> None:
     if segmented.captured.training:
-        check_cut(pieces(plan.batch, plan.mesh.parts), plan, least_samples(segmented.captured))
+        check_cut(plan.mesh.dealt(plan.batch), plan, least_samples(segmented.captured))

@@ -65,7 +65,7 @@ def of_state(captured: Captured, schedule: str, mesh: Mesh, microbatches: int, *
         "schedule": "1f1b",
     }
     if not overlaps(schedule):
-        size = -(-batch // (mesh.parts * microbatches))
+        size = -(-max(mesh.dealt(batch)) // microbatches)
         trained = executable(make(schedule, ranks=mesh.degree("pp"), microbatches=microbatches))
         kept["stages"], pieces = _with_front(captured, mesh, size, trained, kept)
         kept["schedule"] = _ordinary(trained, pieces)

@@ -17,7 +17,7 @@ from autopart.api.session import Session
 from autopart.capture import NO_TARGET
 from autopart.cluster import Cluster
 from autopart.ir.action import Schedule
-from autopart.ir.mesh import Mesh
+from autopart.ir.mesh import Mesh, Sizes
 from autopart.ir.plan import Plan
 from autopart.ir.program import Program
 from autopart.runtime import loading
@@ -179,7 +179,7 @@ def parallelize(
     weights: str | os.PathLike[str] | None = None,
     plan: Plan | Program | None = None,
     verify: bool = True,
-    mesh: Mapping[str, int] | Mesh | None = None,
+    mesh: Sizes | Mesh | None = None,
     stages: int | Sequence[str] | None = None,
     placement: Pinned = None,
     schedule: str | Schedule | None = None,

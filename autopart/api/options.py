@@ -10,7 +10,7 @@ from typing import Any
 from autopart.api.checks import check_executable
 from autopart.cluster import Cluster
 from autopart.ir.action import Schedule
-from autopart.ir.mesh import Mesh
+from autopart.ir.mesh import Mesh, Sizes
 from autopart.ir.placement import Placement, executable
 from autopart.ir.plan import INPUTS, Plan, pinned_chunks
 from autopart.ir.program import Program
@@ -38,7 +38,7 @@ class Options:
     weights: str | os.PathLike[str] | None = None
     plan: Plan | Program | None = None
     verify: bool = True
-    mesh: Mapping[str, int] | Mesh | None = None
+    mesh: Sizes | Mesh | None = None
     stages: int | Sequence[str] | None = None
     placement: Pinned = None
     schedule: str | Schedule | None = None

@@ -24,7 +24,7 @@ from autopart.capture import Patterns
 from autopart.capture.call import Call
 from autopart.ir import plan_text
 from autopart.ir.captured import Captured
-from autopart.ir.mesh import Mesh, pieces
+from autopart.ir.mesh import Mesh
 from autopart.ir.plan import Plan
 from autopart.ir.program import Program
 from autopart.passes.normalise import normalise
@@ -84,7 +84,7 @@ class Asked:
 
     def shares(self, plan: Plan) -> tuple[int, ...]:
         """The samples of each data rank: its own, or its part of the whole batch."""
-        return self.samples or pieces(self.call.batch, plan.mesh.parts)
+        return self.samples or plan.mesh.dealt(self.call.batch)
 
     def microbatches(self, plan: Plan) -> int:
         """A forward-only program of a small batch has fewer microbatches than the plan; a training one never has.
@@ -278,7 +278,7 @@ class Programs:
             plan = forwards_first(plan)
         elif not captured.training:  # checked at a batch that gives every data rank a sample
             shares, count = asked.shares(plan), asked.microbatches(plan)
-            plan = replace(plan, microbatches=count, batch=max(sum(shares), count * len(shares)))
+            plan = replace(plan, microbatches=count, batch=max(sum(shares), plan.mesh.least(count)))
         state = residence.state if residence is not None else None
         return compiler.lower(segmented, plan, state=state, check=self.options.verify, fits=asked.fits(plan))
 

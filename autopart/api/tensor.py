@@ -119,7 +119,7 @@ def _if_any(segmented: Segmented, asked: Sequence[Inside], chunks: Chunks) -> tu
 
 def _samples(batch: int, mesh: Mesh, pins: Pins) -> int:
     """The samples of the microbatch that placements are made for: of the pinned number, else of a usual one."""
-    share, count = -(-batch // mesh.parts), pins.get("microbatches")
+    share, count = max(mesh.dealt(batch)), pins.get("microbatches")
     count = count if isinstance(count, int) and count > 0 else 1 if mesh.degree("pp") == 1 else 4 * mesh.degree("pp")
     return max(1, -(-share // count))
 

@@ -18,7 +18,6 @@ from autopart.codegen.parsed import executing
 from autopart.codegen.recording_batch import RecordingBatch
 from autopart.codegen.shapes import Shape, Spec, joined, shown
 from autopart.ir.action import Action, Kind
-from autopart.ir.mesh import pieces
 from autopart.ir.state import State, Unit, Units, names_of
 
 
@@ -88,13 +87,14 @@ class RecordingStore(dict[int, Any]):
 
 @dataclass
 class RecordingWorld:
-    """Takes the place of a rank's world; `events` is what it saw. `parts` is dp's degree, `part` the place on it.
+    """Takes the place of a rank's world; `events` is what it saw. `shares` are the samples of each data rank, `part`
+    is this one's place among them.
 
     `places` are the places on axes that split the tensors inside segments.
     """
 
     state: State
-    parts: int
+    shares: Sequence[int]
     part: int
     buffers: Mapping[str, Spec]
     places: Mapping[str, int] = field(default_factory=dict)
@@ -276,7 +276,7 @@ class RecordingWorld:
         like: Callable[[int], tuple[Shape, torch.dtype]],
     ) -> Spec:
         """An output brought to every rank from the data ranks of its stage."""
-        shares = [Spec(*like(share)) for share in pieces(self.batch.size, self.parts)]
+        shares = [Spec(*like(share)) for share in self.shares]
         expected = shares[self.part]
         mine = expected if parts is None else self.joined(parts, dim=dim)
         if mine != expected:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from math import prod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import gcd, prod
 
 AXES = ("pp", "dp", "cp", "ep", "tp")
 """The axes known today, in default order (tp varies fastest)."""
@@ -16,16 +16,22 @@ INSIDE = ("tp", "ep", "cp", "dp")
 """
 
 
+Sizes = Mapping[str, int | Sequence[int]]
+"""What each axis is to have: a number, or for ``dp`` the shares of the batch that its places take, as ``(3, 1)``."""
+
+
 @dataclass(frozen=True, slots=True)
 class Mesh:
     """Axis names with their sizes. Rank numbers are row-major: the last axis varies fastest.
 
     The batch is cut over ``dp``, unless its samples compute together (`coupled`): then every rank of dp is given the
-    whole batch, and dp splits the samples inside segments, with collectives where they meet.
+    whole batch, and dp splits the samples inside segments, with collectives where they meet. Where the parts of the
+    batch are unequal, `shares` has what each place of dp takes, in proportion, in lowest terms.
     """
 
     axes: tuple[tuple[str, int], ...]
     coupled: bool = False
+    shares: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         names = [name for name, _ in self.axes]
@@ -36,11 +42,37 @@ class Mesh:
                 raise ValueError(f"mesh: unknown axis {name!r}; the axes are {', '.join(AXES)}")
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
                 raise ValueError(f"mesh: the size of {name!r} must be a whole number of at least 1, not {size!r}")
+        self._check_shares()
+
+    def _check_shares(self) -> None:
+        shares = self.shares
+        if shares and not all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in shares):
+            raise ValueError(f"mesh: the shares of 'dp' must be whole numbers of at least 1, not {shares!r}")
+        if shares and (len(shares) != self.degree("dp") or gcd(*shares) > 1 or len(set(shares)) == 1):
+            raise ValueError(f"mesh: shares {shares} are not those of dp={self.degree('dp')}, unequal, in lowest terms")
+        if shares and self.coupled:
+            raise ValueError(
+                f"mesh: the samples of this step's batch compute together, so dp has equal parts of them, not "
+                f"{shares}; give dp as a number"
+            )
 
     @classmethod
-    def of(cls, sizes: Mapping[str, int]) -> Mesh:
-        """A mesh from a mapping, in the order written."""
-        return cls(tuple(sizes.items()))
+    def of(cls, sizes: Sizes) -> Mesh:
+        """A mesh from a mapping, in the order written; ``{"dp": (3, 1)}`` are two places with unequal shares."""
+        shares = {name: tuple(size) for name, size in sizes.items() if isinstance(size, tuple | list)}
+        if odd := [name for name in shares if name != "dp"]:
+            raise ValueError(
+                f"mesh: the size of {odd[0]!r} must be a whole number, not {shares[odd[0]]}; 'dp' has shares"
+            )
+        axes = tuple((name, len(shares[name]) if name in shares else size) for name, size in sizes.items())
+        return cls(axes).sharing(shares.get("dp", ()))  # type: ignore[arg-type]  # sizes are checked there
+
+    def sharing(self, shares: Sequence[int]) -> Mesh:
+        """The mesh whose places of dp take these shares of the batch, empty for equal ones."""
+        if not shares or not all(isinstance(n, int) for n in shares):
+            return replace(self, shares=tuple(shares))
+        common = gcd(*shares)
+        return replace(self, shares=tuple(n // common for n in shares) if len(set(shares)) > 1 else ())
 
     @property
     def size(self) -> int:
@@ -59,6 +91,20 @@ class Mesh:
     def part(self, rank: int) -> int:
         """The part of the batch that a rank has."""
         return 0 if self.coupled else self.coordinate(rank).get("dp", 0)
+
+    def dealt(self, batch: int) -> tuple[int, ...]:
+        """The samples of each part of a batch, by the largest remainders; of equal parts the first ones are larger."""
+        weights = self.shares or (1,) * self.parts
+        whole = sum(weights)
+        found = [batch * each // whole for each in weights]
+        order = sorted(range(len(weights)), key=lambda part: (-(batch * weights[part] % whole), part))
+        for part in order[: batch - sum(found)]:
+            found[part] += 1
+        return tuple(found)
+
+    def least(self, count: int) -> int:
+        """A batch of which each part has at least `count` samples, the smallest but where parts are unequal."""
+        return count * (sum(self.shares) or self.parts)
 
     @property
     def inside(self) -> dict[str, int]:
@@ -91,7 +137,8 @@ class Mesh:
         return not any(here[axis] for axis in self.inside)
 
     def __str__(self) -> str:
-        return " x ".join(f"{name}={size}" for name, size in self.axes) or "1 device"
+        shares = ":".join(map(str, self.shares))
+        return " x ".join(f"{n}={shares if shares and n == 'dp' else size}" for n, size in self.axes) or "1 device"
 
 
 def pieces(total: int, parts: int) -> tuple[int, ...]:

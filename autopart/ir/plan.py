@@ -133,10 +133,10 @@ class Plan:
             raise ValueError(f"plan: inputs must be one of {', '.join(INPUTS)}, not {self.inputs!r}")
         if self.precision not in PRECISIONS:
             raise ValueError(f"plan: precision must be None or 'mixed', not {self.precision!r}")
-        if self.microbatches < 1 or self.batch < self.mesh.parts * self.microbatches:
+        if self.microbatches < 1 or min(self.mesh.dealt(self.batch)) < self.microbatches:
             raise ValueError(
-                f"plan: a batch of {self.batch} cannot be cut into dp={self.mesh.degree('dp')} x {self.microbatches}"
-                " microbatches"
+                f"plan: a batch of {self.batch} cannot be cut into {self.microbatches} microbatches on each data rank "
+                f"of {self.mesh}"
             )
         if not len(self.prediction.memory) == len(self.prediction.stage_seconds) == len(self.stages):
             raise ValueError(f"plan: the prediction must speak of {len(self.stages)} stages")
@@ -236,8 +236,8 @@ class Plan:
 
     @property
     def largest(self) -> int:
-        """The samples of the largest microbatch of the plan's batch: the first one of the first data rank."""
-        return pieces(pieces(self.batch, self.mesh.parts)[0], self.microbatches)[0]
+        """The samples of the largest microbatch of the plan's batch."""
+        return pieces(max(self.mesh.dealt(self.batch)), self.microbatches)[0]
 
     def fits(self, shares: Sequence[int] | None = None) -> bool:
         """Whether each microbatch can be split over the places inside segments as the plan has it.
@@ -245,7 +245,7 @@ class Plan:
         `shares` are the samples of every data rank, by default those of the plan's batch.
         """
         multiple = self.tensor.of_samples if self.tensor is not None else 1
-        shares = shares or pieces(self.batch, self.mesh.parts)
+        shares = shares or self.mesh.dealt(self.batch)
         sizes = (size for share in shares for size in pieces(share, self.microbatches))
         return multiple == 1 or all(size > 0 and size % multiple == 0 for size in sizes)
 

@@ -65,8 +65,8 @@ def observe(
     text: str, rank: int, captured: Captured, state: State, plan: Plan, batch: int, bodies: Bodies
 ) -> Recording:
     """What one rank's text does for a whole batch of `batch` samples."""
-    parts, part = plan.mesh.parts, plan.mesh.part(rank)
-    mine = pieces(pieces(batch, parts)[part], plan.microbatches)
+    shares, part = plan.mesh.dealt(batch), plan.mesh.part(rank)
+    mine = pieces(shares[part], plan.microbatches)
     # Data ranks run the same text but for its first line and their number.
     inside = plan.place_inside(rank)
     alike = (_RANK.sub("", text.partition("\n")[2]), mine, batch, inside)
@@ -89,11 +89,11 @@ def observe(
     }
     draws = {item.target: _spec(item.value, batch) for item in captured.of_kind("random")}
     places = plan.places_inside(rank)
-    given = RecordingBatch(inputs, mine, batch, draws, local=parts > 1 and plan.inputs == "local")
-    world = RecordingWorld(state, parts, part, buffers, places, tangents)
+    given = RecordingBatch(inputs, mine, batch, draws, local=len(shares) > 1 and plan.inputs == "local")
+    world = RecordingWorld(state, shares, part, buffers, places, tangents)
     if captured.training and overlaps(plan.schedule):
         given = RecordingBatches(given, stream_of(plan).shown)
-        world = RecordingLoop(state, parts, part, buffers, places)
+        world = RecordingLoop(state, shares, part, buffers, places)
     seen = bodies.recordings[alike] = record(text, f"<rank {rank}>", world, given, bodies)
     return seen
 

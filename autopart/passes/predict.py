@@ -70,7 +70,7 @@ def predict_traffic(
 
     `others` are the steps of the further places of the axes inside segments, of whose first one `staged` is.
     """
-    shares = shares or pieces(plan.batch, plan.mesh.parts)
+    shares = shares or plan.mesh.dealt(plan.batch)
     sent: dict[int, Sent] = {}
     for place, each in enumerate((staged, *others)):
         ranks = [rank for rank in range(plan.mesh.size) if plan.place_inside(rank) == place]
@@ -214,18 +214,19 @@ def predict_memory(
     plan: Plan,
     shares: Shares | None = None,
     *,
-    part: int = 0,
+    part: int | None = None,
 ) -> tuple[StageMemory, ...]:
-    """Peak bytes by state of each stage's rank at place `part` on dp, an entry a stage; part 0 has the most.
+    """Peak bytes by state of each stage's rank at place `part` on dp, an entry a stage; by default the most of each.
 
     Activations are the most that is kept between two actions: what is saved for the backwards to come, and edges not
     yet sent or used. `transient` is the parameters of a segment that are gathered, with those of the next one, whole
     gradients on their way to become parts, and the activations that a backward recomputes.
     """
-    shares = shares or pieces(plan.batch, plan.mesh.parts)
-    samples = shares[0 if plan.mesh.coupled else part]
-    columns = [_rank_memory(staged, scheduled, plan, column, part, samples) for column in range(len(scheduled.table))]
-    return tuple(columns[column] for column in plan.place)
+    shares = shares or plan.mesh.dealt(plan.batch)
+    samples = max(shares) if part is None else shares[0 if plan.mesh.coupled else part]
+    columns = range(len(scheduled.table))
+    held = [_rank_memory(staged, scheduled, plan, column, part or 0, samples) for column in columns]
+    return tuple(held[column] for column in plan.place)
 
 
 def _rank_memory(staged: Staged, scheduled: Scheduled, plan: Plan, column: int, part: int, samples: int) -> StageMemory:

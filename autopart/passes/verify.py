@@ -119,11 +119,12 @@ def _batches(plan: Plan) -> tuple[int, int]:
     The two have a microbatch size in common, so that few bodies must be run anew. Where places have some samples of
     each microbatch, both have equal microbatches that can be split so.
     """
-    degree = plan.mesh.parts
-    parts = degree * plan.microbatches
+    parts = plan.mesh.parts * plan.microbatches
     if plan.tensor is not None and plan.tensor.of_samples > 1:
         return plan.batch, plan.batch + parts * plan.tensor.of_samples
-    sizes = [size for share in pieces(plan.batch, degree) for size in pieces(share, plan.microbatches)]
+    sizes = [size for share in plan.mesh.dealt(plan.batch) for size in pieces(share, plan.microbatches)]
+    if plan.mesh.shares:
+        return plan.batch, 2 * plan.batch
     if len(set(sizes)) > 1:
         return plan.batch, parts * max(sizes)
     return plan.batch, plan.batch + max(1, parts // 2)
@@ -225,8 +226,7 @@ def _check_outputs(
 
 def _whole(out: Output, value: Value, text: Text, plan: Plan, batch: int) -> tuple[int, ...]:
     """The shape of an output in which microbatches (and data ranks, where each rank gets the whole) are joined."""
-    degree = plan.mesh.parts
-    shares = pieces(batch, degree)
+    shares = plan.mesh.dealt(batch)
     mine = text.mesh.part(text.rank)
     if out.partial:
         return value.at(1)

@@ -97,7 +97,7 @@ def read(program: Program, rank: int, batch: int, bodies: Bodies) -> Text:
     _check_names(program, rank, recording.names)
     place = tuple(recording.names["PLACE"])
     column = mesh.coordinate(rank).get("pp", 0)
-    samples = pieces(pieces(batch, mesh.parts)[mesh.part(rank)], plan.microbatches)
+    samples = pieces(mesh.dealt(batch)[mesh.part(rank)], plan.microbatches)
     if program.captured.training and overlaps(plan.schedule):
         samples *= stream_of(plan).shown
     return Text(rank, mesh, lines, place, stages_of(place, column), recording, samples)

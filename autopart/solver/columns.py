@@ -2,8 +2,9 @@
 
 The groups of a cluster are dealt in some order to the columns of a mesh (the ranks of one pipeline rank), column after
 column, so that data and tensor axes lie among like devices as far as the numbers allow. A column counts as the weakest
-of its devices, and its axes as the slowest of the links between its groups; a message from column to column takes the
-slowest link that one of them takes.
+of its devices, unless the data ranks of a mesh take unequal shares of the batch: then each of these counts as the
+weakest of its own. Axes count as the slowest of the links between a column's groups; a message from column to column
+takes the slowest link that one of them takes.
 """
 
 from __future__ import annotations
@@ -28,9 +29,15 @@ class Columns:
     """What the stages of a mesh run on: of every column the cluster of its devices' groups, and what edges take."""
 
     clusters: tuple[Cluster, ...]
+    places: tuple[tuple[Cluster, ...], ...]  # of every column those of each of its places on dp
     devices: tuple[int, ...]  # the device of every rank
     latency: float
     bandwidth: float
+
+    @property
+    def uneven(self) -> bool:
+        """Whether some column has unlike devices at its places on dp."""
+        return any(len(set(each)) > 1 for each in self.places)
 
     @classmethod
     def of(cls, cluster: Cluster, mesh: Mesh, order: Order) -> Columns:
@@ -38,14 +45,23 @@ class Columns:
         ranks = [stage_ranks(mesh, column) for column in range(mesh.degree("pp"))]
         if not order:
             links = cluster.link_latency, cluster.link_bandwidth
-            return cls((cluster,) * len(ranks), tuple(range(mesh.size)), *links)
+            places = ((cluster,) * mesh.degree("dp"),) * len(ranks)
+            return cls((cluster,) * len(ranks), places, tuple(range(mesh.size)), *links)
         dealt = dict(zip((rank for column in ranks for rank in column), _numbers(cluster, order), strict=False))
         clusters = tuple(part(cluster, [dealt[rank] for rank in column]) for column in ranks)
+        places = tuple(
+            tuple(
+                part(cluster, [dealt[rank] for rank in column if mesh.coordinate(rank).get("dp", 0) == place])
+                for place in range(mesh.degree("dp"))
+            )
+            for column in ranks
+        )
         crossed = {
             cluster.link(dealt[a], dealt[b]) for one, other in pairwise(ranks) for a, b in zip(one, other, strict=True)
         }
         return cls(
             clusters,
+            places,
             tuple(dealt[rank] for rank in range(mesh.size)),
             max((link.latency for link in crossed), default=0.0),
             min((link.bandwidth for link in crossed), default=cluster.link_bandwidth),
@@ -86,22 +102,6 @@ def alike(cluster: Cluster) -> Cluster:
         return cluster
     rates = cluster.memory, cluster.flops, cluster.bandwidth, cluster.link_bandwidth, cluster.link_latency
     return Cluster.uniform(cluster.devices, *rates, name=cluster.name, host=cluster.host)
-
-
-def fastest(cluster: Cluster) -> Cluster:
-    """A device that is nowhere slower than any of a cluster: what is faster than that, no plan is."""
-    if len(cluster.groups) == 1:
-        return cluster
-    devices = [group.device for group in cluster.groups]
-    return Cluster.uniform(
-        1,
-        max(device.memory for device in devices),
-        max(device.flops for device in devices),
-        max(device.bandwidth for device in devices),
-        cluster.link_bandwidth,
-        cluster.link_latency,
-        host=max(device.host for device in devices),
-    )
 
 
 def _numbers(cluster: Cluster, order: Order) -> list[int]:

@@ -15,6 +15,12 @@ def check_counts(request: Request) -> None:
     """Refuse counts that cannot go together: segments and stages, devices and stages, batch and microbatches."""
     dp = _least_data(request, _pipelines(request))
     count = request.microbatches or 1
+    if request.mesh is not None and request.mesh.shares:
+        taken = request.mesh.dealt(request.batch)
+        if min(taken) < count:
+            raise ValueError(
+                f"mesh: {request.mesh} deals {taken} of {request.batch} samples: too few for {count} microbatches"
+            )
     if request.batch < dp * count:
         raise ValueError(
             f"microbatches: a batch of {request.batch} over dp={dp} allows at most {request.batch // dp}, not {count}"

@@ -27,6 +27,10 @@ Times = tuple[int, int, int, int]
 """Of a forward, a backward, and its halves: for the inputs, for the weights."""
 
 
+Places = tuple[tuple[int, Cluster], ...]
+"""Places beside each other: the samples of the largest microbatch of each, and the cluster of its devices."""
+
+
 class Kinds:
     """Of which kind every segment is: numbers in the order of the kinds' first segments.
 
@@ -149,19 +153,34 @@ class Table:
     again: tuple[Again, ...]
 
     @classmethod
-    def of(cls, costs: Costs, batch: int, cluster: Cluster, *, halved: bool) -> Table:
-        """The table of some segments for microbatches of `batch` samples; `halved`: backwards are in two."""
+    def of(cls, costs: Costs, places: Places, *, halved: bool) -> Table:
+        """The table of some segments for the microbatches of some places; `halved`: backwards are in two.
+
+        A segment takes as long as at the place where that is longest, and holds what the largest microbatch does.
+        """
+        batch = max(samples for samples, _ in places)
         numbers = [handed(costs.plain[i].at(batch), halved) for i in costs.kinds.firsts]
-        times = [_times(n, cluster) for n in numbers]
+        times = [_longest(costs.plain[i], places) for i in costs.kinds.firsts]
         again = []
         for kind, i in enumerate(costs.kinds.firsts):
             cost = costs.again[i]
-            found = None if cost is None else handed(cost.at(batch), halved)
-            if found is not None and found.saved_bytes < numbers[kind].saved_bytes:
-                f, b, i_, w = (a - b for a, b in zip(_times(found, cluster), times[kind], strict=True))
+            if cost is None:
+                continue
+            found = handed(cost.at(batch), halved)
+            if found.saved_bytes < numbers[kind].saved_bytes:
+                f, b, i_, w = (a - b for a, b in zip(_longest(cost, places), times[kind], strict=True))
                 gain = numbers[kind].saved_bytes - found.saved_bytes
                 again.append(Again(kind, (f, b, i_, w), gain, found.recomputed_bytes, costs.kinds.before(kind)))
         return cls(costs.kinds, tuple(numbers), tuple(times), tuple(again))
+
+    @classmethod
+    def least(cls, tables: Sequence[Table]) -> Table:
+        """The times that are least in any of some tables of the same segments, by kind; else the first of them."""
+        times: list[Times] = []
+        for row in zip(*(each.times for each in tables), strict=True):
+            f, b, i, w = map(min, zip(*row, strict=True))
+            times.append((f, b, i, w))
+        return replace(tables[0], times=tuple(times))
 
     @property
     def segments(self) -> int:
@@ -211,6 +230,12 @@ class Table:
 def handed(numbers: SegmentNumbers, halved: bool) -> SegmentNumbers:
     """The numbers where a backward is in two: W is handed what it needs."""
     return replace(numbers, saved_bytes=max(numbers.saved_bytes, numbers.stash_bytes)) if halved else numbers
+
+
+def _longest(cost: SegmentCost, places: Places) -> Times:
+    """The times of a segment at the place where each is longest."""
+    f, b, i, w = map(max, zip(*(_times(cost.at(samples), cluster) for samples, cluster in places), strict=True))
+    return f, b, i, w
 
 
 def _times(numbers: SegmentNumbers, cluster: Cluster) -> Times:

@@ -11,7 +11,7 @@ from autopart import schedules
 from autopart.cluster import Cluster
 from autopart.ir.action import Schedule
 from autopart.ir.cost import SegmentCost
-from autopart.ir.mesh import Mesh
+from autopart.ir.mesh import Mesh, Sizes
 from autopart.ir.plan_text import format_bytes
 from autopart.ir.tensor_plan import TensorPlan
 from autopart.schedules.lookups import looking_up
@@ -26,7 +26,7 @@ class Pins(TypedDict, total=False):
 
     cluster: Cluster | None
     devices: int | None
-    mesh: Mapping[str, int] | Mesh | None
+    mesh: Sizes | Mesh | None
     stages: int | Sequence[str] | None
     placement: Pinned
     schedule: str | Schedule | None
@@ -149,7 +149,11 @@ class Request:
 
     def samples(self, mesh: Mesh, microbatches: int) -> int:
         """The samples of the largest of so many microbatches of each data rank."""
-        return -(-self.batch // (mesh.parts * microbatches))
+        return max(self.each(mesh, microbatches))
+
+    def each(self, mesh: Mesh, microbatches: int) -> tuple[int, ...]:
+        """For every data rank the samples of the largest of its microbatches."""
+        return tuple(-(-taken // microbatches) for taken in mesh.dealt(self.batch))
 
     @property
     def searched(self) -> bool:

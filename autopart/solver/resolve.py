@@ -12,7 +12,7 @@ from autopart import schedules
 from autopart.cluster import Cluster, parse_bytes
 from autopart.ir.action import Schedule
 from autopart.ir.cost import SegmentCost
-from autopart.ir.mesh import Mesh
+from autopart.ir.mesh import Mesh, Sizes
 from autopart.ir.tensor_plan import TensorPlan
 from autopart.schedules.spell import AUTO, is_table, splits_output
 from autopart.solver.counts import check_counts
@@ -31,7 +31,7 @@ def resolve(
     batch: int,
     cluster: Cluster | None,
     devices: int | None,
-    mesh: Mapping[str, int] | Mesh | None,
+    mesh: Sizes | Mesh | None,
     stages: int | Sequence[str] | None,
     placement: Pinned,
     schedule: str | Schedule | None,
@@ -167,7 +167,7 @@ def _devices(devices: int | None, cluster: Cluster | None, mesh: Mesh | None) ->
     return devices
 
 
-def pinned_mesh(mesh: Mapping[str, int] | Mesh | None) -> Mesh | None:
+def pinned_mesh(mesh: Sizes | Mesh | None) -> Mesh | None:
     """A mesh pin as a mesh. Raises TypeError for what is none, ValueError for axes that are not known."""
     if mesh is None:
         return None

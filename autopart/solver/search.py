@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise, product
 
+from autopart.cluster import Cluster
 from autopart.ir.action import Kind, Schedule, stages_of
 from autopart.ir.cost import SegmentCost, SegmentNumbers
 from autopart.ir.mesh import Mesh
@@ -25,7 +26,7 @@ from autopart.ir.plan import StageMemory, first_match
 from autopart.schedules import Timeline
 from autopart.solver.axis import linked
 from autopart.solver.chunks import solve_chunks
-from autopart.solver.columns import Columns, Order, fastest
+from autopart.solver.columns import Columns, Order
 from autopart.solver.kinds import FEMTOSECONDS, Kinds, handed, numbered
 from autopart.solver.memory import MemoryModel, in_flight
 from autopart.solver.presets import Rules
@@ -124,13 +125,12 @@ def pose(request: Request, candidate: Candidate) -> tuple[MemoryModel, SplitProb
     numbers = tuple(handed(n, halved) for n in numbers_of(request.at(candidate.variant).costs, samples))
     modes = tuple(first_match(candidate.placements, name).on("dp") for name in request.names)
     model = MemoryModel(numbers, modes, dp, request.optimizer_ratio)
-    cluster = fastest(request.cluster) if candidate.groups else request.cluster
     every = sum(
         MemoryModel((part,), (mode,), dp, request.optimizer_ratio).rank([(0, 1)], [(2,)]).total
         for part, mode in in_parts(request, candidate)  # two microbatches are between S and T at a time
     )
     problem = SplitProblem(
-        times=tuple(round(sum(segment_seconds(n, cluster)) * FEMTOSECONDS) for n in numbers),
+        times=tuple(round(sum(segment_seconds(n, request.cluster)) * FEMTOSECONDS) for n in numbers),
         boundaries=tuple(n.boundary_bytes for n in numbers),
         resident=model.resident(),
         saved=tuple(n.saved_bytes for n in numbers),
@@ -203,16 +203,26 @@ def flush(request: Request, solved: Solved) -> Timeline:
 
 def stage_seconds(request: Request, solved: Solved) -> list[dict[str, float]]:
     """The time of each kind of action of one microbatch, stage by stage."""
-    segments, part = solved.model.segments, output_part(request, solved.candidate)
+    part = output_part(request, solved.candidate)
     shared = {} if part is None else output_seconds(part, request.cluster, solved.candidate.schedule.barriers)
     looked = input_part(request, solved.candidate)
     if looked is not None:
         shared |= dict(zip("ED", segment_seconds(looked, request.cluster), strict=True))
-    clusters = columns_of(request, solved.candidate).clusters
-    return [
-        {**action_seconds(segments[i:j], clusters[column], first=i == 0 and looked is None), **shared}
-        for (i, j), column in zip(solved.runs, solved.problem.place, strict=True)
-    ]
+    made = []
+    for (i, j), column in zip(solved.runs, solved.problem.place, strict=True):
+        first, *beside = [(each[i:j], cluster) for each, cluster in _abreast(request, solved, column)]
+        made.append({**action_seconds(*first, first=i == 0 and looked is None, beside=beside), **shared})
+    return made
+
+
+def _abreast(request: Request, solved: Solved, column: int) -> list[tuple[Sequence[SegmentNumbers], Cluster]]:
+    """What segments take, and on what, at each place of a column that has a share of the batch of its own."""
+    candidate, columns = solved.candidate, columns_of(request, solved.candidate)
+    if not (candidate.groups and candidate.mesh.shares):
+        return [(solved.model.segments, columns.clusters[column])]
+    costs = request.at(candidate.variant).costs
+    taken = request.each(candidate.mesh, candidate.microbatches)
+    return [(numbers_of(costs, n), cluster) for n, cluster in zip(taken, columns.places[column], strict=True)]
 
 
 def edge_seconds(request: Request, solved: Solved) -> float:
@@ -261,7 +271,7 @@ def meshes(request: Request) -> Iterator[Mesh]:
         return
     for tp in dict.fromkeys(variant.degree for variant in request.variants):
         for mesh in shapes(request.devices, tp, len(request.costs)):
-            pp, enough = mesh.degree("pp"), request.batch >= mesh.parts * (request.microbatches or 1)
+            pp, enough = mesh.degree("pp"), min(mesh.dealt(request.batch)) >= (request.microbatches or 1)
             if enough and request.ranks in (None, pp):
                 yield mesh
 
@@ -305,7 +315,7 @@ def _microbatches(request: Request, mesh: Mesh) -> Iterator[int]:
     if request.microbatches is not None:
         yield request.microbatches
         return
-    largest, pp = request.batch // mesh.parts, mesh.degree("pp")
+    largest, pp = min(mesh.dealt(request.batch)), mesh.degree("pp")
     count = min(largest, 4 * pp) if pp > 1 else 1
     while count < largest:
         yield count

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from functools import cached_property
-
 from autopart.cluster import Cluster
 from autopart.ir.action import Kind, Schedule
 from autopart.ir.mesh import Mesh
 from autopart.solver.axis import linked
-from autopart.solver.columns import Columns, Order, fastest
+from autopart.solver.columns import Columns, Order
 from autopart.solver.families import ANYWHERE, WHOLE
 from autopart.solver.flush import Flush
 from autopart.solver.holding import Holding
-from autopart.solver.kinds import FEMTOSECONDS, Costs, Sums, Table
+from autopart.solver.kinds import FEMTOSECONDS, Costs, Places, Sums, Table
 from autopart.solver.request import Request
 from autopart.solver.setting import Placed, Setting, Shape, flights_of
 from autopart.solver.timing import exchange_seconds
@@ -26,7 +24,7 @@ class Shared:
         self._schedules: dict[tuple[str, int, int], Schedule | None] = {}
         self._shapes: dict[tuple[str, int, int], Shape | None] = {}
         self._flushes: dict[tuple[str, int, int], Flush] = {}
-        self._tables: dict[tuple[int, int, bool, Cluster], Table] = {}
+        self._tables: dict[tuple[int, bool, Places], Table] = {}
         self._columns: dict[tuple[Mesh, Order], Columns] = {}
         self._holdings: dict[tuple[int, int, int], Holding] = {}
         self._placed: dict[tuple[int, int], Placed] = {}
@@ -84,20 +82,27 @@ class Shared:
             self._columns[key] = Columns.of(self.request.cluster, *key)
         return self._columns[key]
 
-    @cached_property
-    def _fastest(self) -> Cluster:
-        return fastest(self.request.cluster)
+    def places(self, setting: Setting) -> tuple[Places, ...]:
+        """What each column computes, and on what: alike at all its places on dp, unless they have unequal shares."""
+        columns, samples = self.columns(setting), self.request.samples(setting.mesh, setting.microbatches)
+        if not (setting.groups and setting.mesh.shares):
+            return tuple(((samples, cluster),) for cluster in columns.clusters)
+        taken = self.request.each(setting.mesh, setting.microbatches)
+        return tuple(tuple(zip(taken, places, strict=True)) for places in columns.places)
 
-    def table(self, setting: Setting, cluster: Cluster | None = None) -> Table:
-        """The segments at the size of the setting's largest microbatch, on a device that is nowhere slower than any.
+    def table(self, setting: Setting) -> Table:
+        """The segments at the size of the setting's largest microbatch; their times are the least of any column."""
+        tables = self.tables(setting)
+        return tables[0] if len(set(map(id, tables))) == 1 else Table.least(tables)
 
-        On that of a `cluster`, if one is given.
-        """
-        samples = self.request.samples(setting.mesh, setting.microbatches)
-        cluster = cluster or (self._fastest if setting.groups else self.request.cluster)
-        key = setting.variant, samples, self.halved(setting), cluster
+    def tables(self, setting: Setting) -> tuple[Table, ...]:
+        """The segments as each column runs them."""
+        return tuple(self._table(setting, each) for each in self.places(setting))
+
+    def _table(self, setting: Setting, places: Places) -> Table:
+        key = setting.variant, self.halved(setting), places
         if key not in self._tables:
-            self._tables[key] = Table.of(self.costs(key[0]), key[1], cluster, halved=key[2])
+            self._tables[key] = Table.of(self.costs(setting.variant), places, halved=key[1])
         return self._tables[key]
 
     def placed(self, setting: Setting) -> Placed:

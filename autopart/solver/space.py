@@ -29,17 +29,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import cached_property, partial
-from itertools import pairwise
-from math import inf
+from itertools import combinations, pairwise
+from math import comb, inf
 
 from autopart.ir.cost import REST
 from autopart.ir.mesh import Mesh
 from autopart.solver import dealt
-from autopart.solver.columns import Order, orders
+from autopart.solver.columns import Columns, Order, orders
 from autopart.solver.cut import Cut, Found, Pipe, least_need, shortest, within
 from autopart.solver.dealt import Held
 from autopart.solver.families import WHOLE
-from autopart.solver.kinds import FEMTOSECONDS
+from autopart.solver.kinds import FEMTOSECONDS, Table
 from autopart.solver.memory import in_flight
 from autopart.solver.request import Request
 from autopart.solver.search import Candidate, Solved, meshes, pose
@@ -47,6 +47,9 @@ from autopart.solver.setting import Setting
 from autopart.solver.shared import Shared
 from autopart.solver.split import Moment, evaluate
 from autopart.solver.stages import Stages, Unlike
+
+SHARES = 64
+"""Up to how many ways to deal a batch to unlike data ranks all are looked at."""
 
 LONGEST = 6000
 """How many actions a schedule may have to be looked at, but for 1f1b and gpipe, where there are several."""
@@ -68,10 +71,11 @@ class Space(Shared):
         for mesh in meshes(self.request):
             alternatives = self.request.placements_on(mesh.degree("dp"))
             found += [
-                Setting(mesh, count, rules, text, rank, variant, order, groups)
+                Setting(shared, count, rules, text, rank, variant, order, groups)
                 for count in self._counts(mesh)
                 for order, text in enumerate(self._texts(mesh, count))
                 for groups in self._groups(mesh, text, count)
+                for shared in self._sharing(mesh, count, groups)
                 for rank, rules in enumerate(self.request.placements)
                 if rules in alternatives
                 for variant in self.request.variants_on(mesh, count)
@@ -132,6 +136,36 @@ class Space(Shared):
         shape = self.shape(text, mesh.degree("pp"), microbatches)
         return ((),) if shape is None or shape.several else self._orders
 
+    def _sharing(self, mesh: Mesh, microbatches: int, groups: Order) -> Iterator[Mesh]:
+        """The mesh with equal shares of the batch, and where its data ranks are unlike devices, with unequal ones.
+
+        All that there are, if these are few; else those in proportion to how fast each rank's slowest device is.
+        """
+        yield mesh
+        if not groups or mesh.shares or mesh.coupled:
+            return
+        columns = Columns.of(self.request.cluster, mesh, groups)
+        if columns.uneven:
+            yield from dict.fromkeys(
+                mesh.sharing(each) for each in self._shares(mesh, microbatches, columns) if len(set(each)) > 1
+            )
+
+    def _shares(self, mesh: Mesh, microbatches: int, columns: Columns) -> Iterator[tuple[int, ...]]:
+        batch, dp = self.request.batch, mesh.degree("dp")
+        if comb(batch - 1, dp - 1) <= SHARES:
+            cuts = combinations(range(1, batch), dp - 1)
+            every = (tuple(b - a for a, b in pairwise((0, *each, batch))) for each in cuts)
+            yield from (each for each in every if min(each) >= microbatches)
+            return
+        costs, samples = self.costs(self.request.variants_on(mesh)[0]), self.request.samples(mesh, microbatches)
+        slowest = [
+            max(Table.of(costs, ((samples, cluster),), halved=False).total for cluster in place)
+            for place in zip(*columns.places, strict=True)
+        ]
+        taken = Mesh.of({"dp": dp}).sharing([10**15 // time for time in slowest]).dealt(batch) if all(slowest) else ()
+        if taken and min(taken) >= microbatches:
+            yield taken
+
     @cached_property
     def _orders(self) -> tuple[Order, ...]:
         return orders(self.request.cluster, self.request.devices)
@@ -141,7 +175,7 @@ class Space(Shared):
         if self.request.microbatches is not None:
             yield self.request.microbatches
             return
-        most = self.request.batch // mesh.parts
+        most = min(mesh.dealt(self.request.batch))
         powers = {1 << i for i in range(most.bit_length())}
         yield from sorted({*powers, min(most, 4 * mesh.degree("pp")), most})
 
@@ -175,16 +209,16 @@ class Space(Shared):
     def _shared(self, setting: Setting) -> int:
         """The least time of the slowest stage, if segments could be parted at will.
 
-        Where devices are unlike, a stage takes at least as many times as long as on the fastest of all as the segment
-        that gains least by that does.
+        Where devices are unlike, a stage takes at least as many times the least that its segments take anywhere as the
+        segment does that gains least there.
         """
-        table, clusters = self.table(setting), self.columns(setting).clusters
+        table, tables = self.table(setting), self.tables(setting)
         if not setting.groups:
-            return -(-table.total // len(clusters))
+            return -(-table.total // len(tables))
         times = [f + b for f, b, _, _ in table.times]
         slower = []
-        for each in clusters:
-            pairs = zip(self.table(setting, each).times, times, strict=True)
+        for each in tables:
+            pairs = zip(each.times, times, strict=True)
             slower.append(min(((f + b) / time for (f, b, _, _), time in pairs if time), default=1.0))
         return int(table.total / sum(1 / each for each in slower) * (1 - 1e-12))
 
@@ -197,11 +231,10 @@ class Space(Shared):
             return Stages(table, holding, flights, limit, recomputing=free)
         columns = self.columns(setting)
         spare = self.request.spare(columns)
+        limits = [None if limit is None else limit + more for more in spare]
         own = [
-            Stages(
-                self.table(setting, each), holding, flights, None if limit is None else limit + more, recomputing=free
-            )
-            for each, more in zip(columns.clusters, spare, strict=True)
+            Stages(each, holding, flights, most, recomputing=free)
+            for each, most in zip(self.tables(setting), limits, strict=True)
         ]
         return Unlike(table, own, spare)
 

@@ -35,21 +35,34 @@ def roofline(flops: int, nbytes: int, swept: int, cluster: Cluster) -> float:
     return max(flops / cluster.flops, (nbytes - swept) / cluster.bandwidth) + swept / cluster.bandwidth
 
 
-def action_seconds(segments: Sequence[SegmentNumbers], cluster: Cluster, *, first: bool) -> dict[str, float]:
+Beside = Sequence[tuple[Sequence[SegmentNumbers], Cluster]]
+"""The same segments at other places: with other samples, on other devices."""
+
+
+def action_seconds(
+    segments: Sequence[SegmentNumbers], cluster: Cluster, *, first: bool, beside: Beside = ()
+) -> dict[str, float]:
     """Seconds of a forward (F), a backward (B) and its halves (I, W) of one microbatch on a stage of some segments.
 
-    On the `first` stage, if no gradient goes on from it, I has nothing to do.
+    On the `first` stage, if no gradient goes on from it, I has nothing to do. With places `beside` this one a segment
+    takes as long as at the place where that is longest.
     """
-    alike = {id(segment): segment for segment in segments}  # equal layers are one object
-    whole = {key: segment_seconds(segment, cluster) for key, segment in alike.items()}
-    parts = {key: halves_seconds(segment, cluster) for key, segment in alike.items()}
-    pairs, halves = ([each[id(segment)] for segment in segments] for each in (whole, parts))
-    backward = sum(seconds for _, seconds in pairs)
+    known: dict[tuple[int, ...], tuple[float, ...]] = {}  # equal layers are one object
+    rows = list(zip(segments, *(each for each, _ in beside), strict=True))
+    clusters = (cluster, *(each for _, each in beside))
+    for row in rows:
+        key = tuple(map(id, row))
+        if key not in known:
+            pairs = list(zip(row, clusters, strict=True))
+            taken = [(*segment_seconds(n, on), *halves_seconds(n, on)) for n, on in pairs]
+            known[key] = tuple(map(max, zip(*taken, strict=True)))
+    every = [known[tuple(map(id, row))] for row in rows]
+    forward, backward, inputs, weights = (sum(each[at] for each in every) for at in range(4))
     return {
-        "F": sum(seconds for seconds, _ in pairs),
+        "F": forward,
         "B": backward,
-        "I": 0.0 if first else sum(seconds for seconds, _ in halves),
-        "W": backward if first else sum(seconds for _, seconds in halves),
+        "I": 0.0 if first else inputs,
+        "W": backward if first else weights,
     }
 
 

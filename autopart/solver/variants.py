@@ -69,7 +69,7 @@ class Variant:
         """Whether each of so many microbatches of every data rank can be split over the places, as `Plan.fits` says."""
         if self.tensor is None or (multiple := self.tensor.of_samples) == 1:
             return True
-        shares = {pieces(batch, mesh.parts)[at] for at in (0, -1)}
+        shares = {*mesh.dealt(batch)}
         sizes = (pieces(share, microbatches)[at] for share in shares for at in (0, -1))
         return all(size > 0 and size % multiple == 0 for size in sizes)
 
