@@ -9,14 +9,17 @@ import pytest
 
 import autopart
 from autopart.api import compiler, tensor
-from autopart.api.compiler import lower, solve
+from autopart.api.compiler import captured_step, lower, solve
+from autopart.capture import read
 from autopart.cluster import Cluster, Link
 from autopart.errors import PlanInfeasible
 from autopart.ir.mesh import Mesh
 from autopart.ir.placement import Shard
 from autopart.ir.plan import Plan
+from autopart.passes.segment import segment
 from autopart.solver.axis import linked
 from autopart.testing import assert_parity
+from tests import axis_models
 from tests.tensor_axis import CHEAP, LATE, made, soak
 
 FAR = Cluster.uniform(4, 2**40, 1e8, 1e18, 1e7, 1e-9)
@@ -93,11 +96,17 @@ def test_a_front_finds_the_placements_of_a_degree_once(monkeypatch: pytest.Monke
 
 def test_degrees_stay_inside_a_node() -> None:
     segmented = made("gpt")[2]
-    for nodes, per_node, devices, wanted in ((2, 4, 8, [2, 4]), (2, 6, 12, [2]), (4, 1, 4, []), (1, 8, 4, [2, 4])):
+    for nodes, per_node, devices, wanted in (
+        (2, 4, 8, [2, 4]),
+        (2, 6, 12, [2, 3, 6]),
+        (4, 1, 4, []),
+        (1, 8, 4, [2, 4]),
+    ):
         cluster = Cluster.preset("a100-80", nodes=nodes, per_node=per_node)
-        assert list(tensor.degrees(segmented, 4, {"cluster": cluster, "devices": devices})) == wanted
+        found = tensor.degrees(segmented, 16, {"cluster": cluster, "devices": devices})
+        assert list(found) == [(("tp", degree),) for degree in wanted]
     mixed = Cluster.preset("a100-80", per_node=8).joined(Cluster.preset("t4", per_node=4), Link(1e9))
-    assert list(tensor.degrees(segmented, 4, {"cluster": mixed})) == [2, 4]
+    assert list(tensor.degrees(segmented, 16, {"cluster": mixed})) == [(("tp", 2),), (("tp", 4),)]
     with pytest.raises(TypeError, match="devices: expected a whole number"):
         compiler.solve(segmented, devices="2")  # type: ignore[arg-type]
 
@@ -124,9 +133,34 @@ def test_links_of_an_axis_are_those_between_its_ranks() -> None:
 @pytest.mark.parametrize("name", ["gpt", "llama", "mlp"])
 def test_every_placement_that_comes_into_question_trains_as_one_device(name: str, degree: int) -> None:
     model, args, segmented = made(name)
-    find = tensor.degrees(segmented, segmented.captured.batch, {"cluster": NEAR, "devices": 4})[degree]
+    find = tensor.degrees(segmented, segmented.captured.batch, {"cluster": NEAR, "devices": 4})[("tp", degree),]
     plan = solve(segmented, mesh={"dp": 4 // degree, "tp": degree}, cluster=NEAR, microbatches=1)
     found = [placed for placed, _, _ in find()]
     assert len(found) > 1
     for placed in found:
         assert_parity(model, args, plan=lower(segmented, replace(plan, tensor=placed)), capture="direct", steps=2)
+
+
+def test_experts_and_long_sequences_have_axes_of_their_own() -> None:
+    """Experts beside tp; the sequence where there are fewer samples than devices."""
+    cluster = Cluster.preset("a100-80", per_node=4)
+    dense, mixture = made("gpt")[2], axis_models.made("dense")[2]
+    tp = [(("tp", 2),), (("tp", 4),)]
+    both = (("ep", 2), ("tp", 2))
+    assert list(tensor.degrees(dense, 16, {"cluster": cluster})) == tp
+    assert list(tensor.degrees(mixture, 16, {"cluster": cluster})) == [*tp, both]
+    cp = [(("cp", 2),), (("cp", 4),), (("cp", 2), ("tp", 2))]
+    assert list(tensor.degrees(dense, 2, {"cluster": cluster})) == [*tp, *cp]
+
+
+@pytest.mark.parametrize(("name", "samples"), [("gpt", 1), pytest.param("dense", 4, marks=pytest.mark.soak)])
+def test_a_free_mesh_is_no_worse_than_any_with_cp_or_ep(name: str, samples: int) -> None:
+    """And what is chosen trains as one device does."""
+    model, args, _ = axis_models.made(name)
+    args = tuple(each[:1].expand(samples, -1).contiguous() for each in args)
+    found = segment(captured_step(model, read(model, args, {}), None, False, "direct"))
+    pins: dict[str, Any] = {"cluster": CHEAP, "devices": 4, "schedule": "1f1b"}
+    free = solve(found, **pins)
+    for mesh in ({"cp": 4}, {"cp": 2, "tp": 2}, {"tp": 4}) if samples < 4 else ({"ep": 2, "tp": 2}, {"tp": 4}):
+        assert free.prediction.step_seconds <= solve(found, mesh=mesh, **pins).prediction.step_seconds * (1 + 1e-9)
+    assert_parity(model, args, plan=free)

@@ -247,15 +247,15 @@ def test_tensor_degrees_are_searched_where_their_costs_are_given() -> None:
     dear = [replace(c, forward_flops=4 * c.forward_flops) for c in gpt()]
     inside = TensorPlan("tp", 2, (), (), (), (), (), CLUSTER, 1)
     pins: dict[str, Any] = {"batch": 16, "devices": 4, "cluster": CLUSTER}
-    with_tp = choose(gpt(), degrees={2: lambda: [(inside, halves, halves)]}, **pins)
+    with_tp = choose(gpt(), degrees={(("tp", 2),): lambda: [(inside, halves, halves)]}, **pins)
     assert with_tp.mesh.degree("tp") == 2 and with_tp.mesh.size == 4 and with_tp.tensor == inside
     assert with_tp.prediction.step_seconds < choose(gpt(), **pins).prediction.step_seconds
-    without = choose(gpt(), degrees={2: lambda: [(inside, dear, dear)]}, **pins)
+    without = choose(gpt(), degrees={(("tp", 2),): lambda: [(inside, dear, dear)]}, **pins)
     assert without.mesh.degree("tp") == 1 and without.tensor is None
     pinned = choose(halves, tensor=inside, mesh={"pp": 2, "tp": 2}, **pins)
     assert pinned.stages[0].ranks == (0, 1) and pinned.tensor == inside
     with pytest.raises(ValueError, match=r"mesh: tp=4 splits tensors inside segments"):
-        choose(gpt(), degrees={2: lambda: [(inside, dear, dear)]}, mesh={"tp": 4}, **pins)
+        choose(gpt(), degrees={(("tp", 2),): lambda: [(inside, dear, dear)]}, mesh={"tp": 4}, **pins)
 
 
 def test_no_stage_begins_behind_the_last_module() -> None:

@@ -63,7 +63,7 @@ def wide(draw: st.DrawFn) -> tuple[Model, Degrees]:
             exchange, whole = 10 ** draw(st.integers(6, 12)), draw(st.booleans())
             parts = ([halved(cost, degree, exchange, whole) for cost in costs] for costs in (plain, again))
             placed.append((inside(degree, 1 + number), *parts))
-        found[degree] = partial(list, placed)
+        found[(("tp", degree),)] = partial(list, placed)
     return (plain, again, cluster, batch), found
 
 
@@ -112,7 +112,7 @@ def test_no_pin_helps_and_more_memory_or_faster_links_never_hurt(
         if degree == 1:
             assert step(mesh=mesh) * (1 + 2e-9) >= free
             continue
-        (first, *others) = degrees[degree]()
+        (first, *others) = degrees[(("tp", degree),)]()
         tensor, costs, recomputed = first
         pins: dict[str, Any] = {"tensor": tensor, "recomputed": recomputed, "others": others, "mesh": mesh}
         assert step((costs, recomputed, cluster, model[3]), **pins) * (1 + 2e-9) >= free
@@ -130,7 +130,7 @@ def degrees_of(work: int = 2, exchange: int = 0) -> Degrees:
         parts = ([halved(cost, work * degree // 2, exchange, False) for cost in costs] for costs in (gpt(), frugal()))
         return [(inside(degree), *parts)]
 
-    return {degree: partial(found, degree) for degree in (2, 4)}
+    return {(("tp", degree),): partial(found, degree) for degree in (2, 4)}
 
 
 PINS: dict[str, Any] = {"batch": 16, "devices": 4, "cluster": CLUSTER, "recomputed": frugal()}
@@ -161,7 +161,7 @@ def test_the_runner_up_of_a_degree_is_what_pinning_its_meshes_gives() -> None:
         if degree == 1:
             steps.append(choose(gpt(), **PINS, mesh=mesh).prediction.step_seconds)
             continue
-        ((tensor, costs, again),) = degrees_of()[degree]()
+        ((tensor, costs, again),) = degrees_of()[(("tp", degree),)]()
         pins = {**PINS, "recomputed": again, "tensor": tensor, "mesh": mesh}
         steps.append(choose(costs, **pins).prediction.step_seconds)
     assert told.step_seconds == pytest.approx(min(steps), rel=1e-9)
@@ -191,14 +191,14 @@ def small() -> Degrees:
         parts = [halved(cost, degree, 10**8, False) for cost in gpt(2)]
         return [(inside(degree), parts, parts)]
 
-    return {degree: partial(found, degree) for degree in (2, 4)}
+    return {(("tp", degree),): partial(found, degree) for degree in (2, 4)}
 
 
 def test_a_tensor_degree_is_a_way_out() -> None:
     pins: dict[str, Any] = {**PINS, "recompute": False, "memory": "40MiB", "placement": "ddp"}
     costs = [layer(f"h.{i}", parameters=12 * MIB, saved=0) for i in range(2)]
     parts = [halved(cost, 2, 0, False) for cost in costs]
-    degrees = {2: lambda: [(inside(2), parts, parts)]}
+    degrees = {(("tp", 2),): lambda: [(inside(2), parts, parts)]}
     with pytest.raises(PlanInfeasible) as refusal:
         choose(costs, degrees=degrees, **{**pins, "recomputed": costs, "mesh": {"pp": 2, "dp": 2}})
     meshes = re.findall(r"mesh=(\{[^}]*\})", str(refusal.value).split("It fits with")[1])
@@ -212,13 +212,13 @@ def test_fewer_samples_than_data_ranks_without_a_tensor_axis() -> None:
     with pytest.raises(ValueError, match="batch: 1 samples are too few for dp=2"):
         choose(costs, **pins)
     parts = [halved(cost, 2, 0, False) for cost in costs]
-    plan = choose(costs, degrees={2: lambda: [(inside(2), parts, parts)]}, **pins)
+    plan = choose(costs, degrees={(("tp", 2),): lambda: [(inside(2), parts, parts)]}, **pins)
     assert dict(plan.mesh.axes) == {"pp": 1, "dp": 1, "tp": 2}
 
 
 def test_degrees_left_out_for_time_are_named() -> None:
     plan = choose(gpt(), degrees=degrees_of(), time_limit=1e-9, **PINS)
-    assert plan.tensor is None and "tensor degree 1 (not 2 and 4, as the time was up)" in plan.optimality
+    assert plan.tensor is None and "tensor degree 1 (not tp=2 and tp=4, as the time was up)" in plan.optimality
 
 
 def test_recomputation_is_pinned_in_every_variant() -> None:

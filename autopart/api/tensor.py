@@ -12,7 +12,7 @@ from autopart.cluster import Cluster
 from autopart.errors import CaptureError
 from autopart.ir.captured import Captured
 from autopart.ir.cost import SegmentCost
-from autopart.ir.mesh import Mesh
+from autopart.ir.mesh import Inner, Mesh
 from autopart.ir.placed import PlacedStep
 from autopart.ir.placement import Partial, Replicate, Shard, TensorPlacement
 from autopart.ir.plan import around, pinned_chunks
@@ -21,6 +21,7 @@ from autopart.ir.state import State
 from autopart.ir.tensor_plan import TensorPlan
 from autopart.passes.chunked import Chunks, chunked
 from autopart.passes.costs import costs
+from autopart.passes.experts import has_experts
 from autopart.passes.places import at_place, check_places, likewise, takes_samples
 from autopart.solver.axis import WHOLE, Axis, linked
 from autopart.solver.place import Placed, front, place
@@ -33,6 +34,10 @@ from autopart.solver.variants import Costed, Degrees
 
 Steps = tuple[Segmented, ...]
 """The steps of all places of some axes, which differ in numbers only; the axis that was placed last varies fastest."""
+
+
+MANY = 16
+"""Of nodes with more devices than this only the powers of two are looked at as degrees."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,10 +90,11 @@ def asked(captured: Captured, batch: int, pins: Pins, inputs: str = "global") ->
 
 
 def degrees(segmented: Segmented, batch: int, pins: Pins, inputs: str = "global") -> Degrees:
-    """The tensor degrees of a free mesh, and what finds the placements that come into question at each.
+    """The axes inside segments of a free mesh, and what finds the placements that come into question on them.
 
-    They are the powers of two that divide the devices and those of a node, as a tensor axis stays in one. None where
-    tensors are pinned.
+    ``tp`` of every degree that divides the devices and those of a node, in which such axes stay; where a layer has
+    experts, ``ep`` beside it; where there are fewer samples than devices, as with long sequences, ``cp``, with and
+    without it. None where tensors are pinned.
     """
     mesh, devices, pin = pinned_mesh(pins.get("mesh")), pins.get("devices"), pins.get("placement")
     if devices is not None:
@@ -98,15 +104,29 @@ def degrees(segmented: Segmented, batch: int, pins: Pins, inputs: str = "global"
     if isinstance(pin, Mapping) and any(isinstance(value, Mapping) for value in pin.values()):
         return {}
     near = gcd(count, *(group.per_node for group in cluster.groups))
-    made: dict[int, Callable[[], tuple[Costed, ...]]] = {}
-    for degree in (1 << i for i in range(1, near.bit_length())):
-        meshes = [m for m in shapes(count, degree, len(segmented.segments)) if m.parts <= batch]
-        if near % degree == 0 and meshes:
-            sizes = {_samples(batch, each, pins) for each in meshes}
-            near_links = linked(cluster, meshes[0], "tp")
-            inside = Inside("tp", degree, near_links, tuple(sorted(sizes)), inputs == "global", ())
-            made[degree] = cache(partial(_if_any, segmented, (inside,), pinned_chunks(pins.get("chunks"))))
+    beside = ["cp"] * (batch < count) + ["ep"] * has_experts(segmented.captured)
+    made: dict[Inner, Callable[[], tuple[Costed, ...]]] = {}
+    for inner in _inner(near, beside):
+        meshes = [m for m in shapes(count, inner, len(segmented.segments)) if m.parts <= batch]
+        if meshes:
+            sizes = tuple(sorted({_samples(batch, each, pins) for each in meshes}))
+            axes = list(meshes[0].inside.items())
+            insides = tuple(
+                Inside(axis, degree, linked(cluster, meshes[0], axis), sizes, alone, (), alike=axis != axes[-1][0])
+                for axis, degree in axes
+                for alone in (inputs == "global" and len(axes) == 1 and axis not in WHOLE,)
+            )
+            made[inner] = cache(partial(_if_any, segmented, insides, pinned_chunks(pins.get("chunks"))))
     return made
+
+
+def _inner(near: int, beside: Sequence[str]) -> Iterator[Inner]:
+    """The axes that are looked at on `near` devices: tp of each degree, and other axes `beside` it."""
+    degrees = [n for n in range(2, near + 1) if near % n == 0 and (near <= MANY or n & (n - 1) == 0)]
+    yield from ((("tp", degree),) for degree in degrees)
+    for axis in beside:
+        yield from (((axis, degree),) for degree in degrees if axis in WHOLE)
+        yield from (((axis, one), ("tp", other)) for one in degrees for other in degrees if near % (one * other) == 0)
 
 
 def _if_any(segmented: Segmented, asked: Sequence[Inside], chunks: Chunks) -> tuple[Costed, ...]:

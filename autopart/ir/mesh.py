@@ -16,6 +16,9 @@ INSIDE = ("tp", "ep", "cp", "dp")
 """
 
 
+Inner = tuple[tuple[str, int], ...]
+"""Axes that split tensors inside segments, in the default order, with their sizes; empty for none."""
+
 Sizes = Mapping[str, int | Sequence[int]]
 """What each axis is to have: a number, or for ``dp`` the shares of the batch that its places take, as ``(3, 1)``."""
 

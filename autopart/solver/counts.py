@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import TYPE_CHECKING
 
 from autopart.ir import plan_text
@@ -30,12 +31,12 @@ def check_counts(request: Request) -> None:
 
 
 def _least_data(request: Request, pipelines: list[int]) -> int:
-    """The smallest data degree beside one of some numbers of pipeline ranks, and a tensor degree that is looked at."""
+    """The smallest data degree beside one of some numbers of pipeline ranks, and axes inside segments looked at."""
     if request.mesh is not None:
         return request.mesh.parts
     wide = request.degrees if request.wide and request.schedules[0] in WHOLE else ()
-    inner = (pp * tp for pp in pipelines for tp in (1, *wide) if request.devices % (pp * tp) == 0)
-    most: int = max(inner)
+    places = [1, *(prod(size for _, size in inner) for inner in wide)]
+    most = max(pp * count for pp in pipelines for count in places if request.devices % (pp * count) == 0)
     return request.devices // most
 
 

@@ -220,11 +220,11 @@ def _mesh(request: Request) -> Changes:
 
 
 def _tensors(request: Request) -> Changes:
-    """A mesh with a tensor degree that is not looked at, if tensors may be split inside segments at all."""
+    """A mesh with axes inside segments that are not looked at, if tensors may be split there at all."""
     if request.stages is None and request.ranks is None and Space(request).joint:
-        for degree in request.degrees:
-            if all(variant.degree != degree for variant in request.variants):
-                yield from _meshes(replace(request, variants=request.degrees[degree](), number=0))
+        for inner, find in request.degrees.items():
+            if all(variant.inner != inner for variant in request.variants) and (variants := find()):
+                yield from _meshes(replace(request, variants=variants, number=0))
 
 
 def _meshes(request: Request) -> Changes:

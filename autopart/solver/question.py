@@ -68,10 +68,10 @@ def deadline(began: float, time_limit: float | None) -> float:
 
 
 def with_degrees(request: Request, until: float, progress: Progress) -> Request:
-    """The request with what there is at every tensor degree that is looked at, or as many as there is time for."""
-    for done, degree in enumerate(request.degrees if request.wide else ()):
+    """The request with what there is on all axes inside segments that are looked at, or as many as time allows."""
+    for done, inner in enumerate(request.degrees if request.wide else ()):
         progress(done, len(request.degrees))
         if time.monotonic() > until and next(meshes(request), None) is not None:
             break
-        request = request.with_degree(degree)
+        request = request.with_inner(inner)
     return request

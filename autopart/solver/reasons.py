@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from autopart.ir.cost import SegmentCost
+from autopart.ir.mesh import Mesh
 from autopart.ir.plan_text import format_bytes, format_seconds, schedule, spans
 from autopart.solver.chunks import PRECISION, fastest
 from autopart.solver.columns import orders
@@ -73,18 +74,21 @@ def _again(space: Space) -> str:
 def _degrees(request: Request, settings: Sequence[Setting]) -> Iterator[str]:
     """The tensor degrees among the meshes, with how many placements inside segments, and those left out."""
     known = sorted({inside(setting.mesh) for setting in settings})
-    late = [degree for degree in request.degrees if request.wide and all(v.degree != degree for v in request.variants)]
+    axes = {axis for setting in settings for axis in setting.mesh.inside} - {"tp", "dp"}
+    late = [each for each in request.degrees if request.wide and all(v.inner != each for v in request.variants)]
     ways = len({setting.variant for setting in settings if inside(setting.mesh) > 1})
     if known != [1] or late:
+        left_out = [str(Mesh(inner)) for inner in late]
         yield (
-            f"tensor degree{'s' * (len(known) > 1)} {_and(known)}"
-            + (f" (not {_and(late)}, as the time was up)" if late else "")
+            f"tensor degree{'s' * (len(known) > 1)} {_and(list(map(str, known)))}"
+            + (f", on {_and(sorted(axes))} too" if axes else "")
+            + (f" (not {_and(left_out)}, as the time was up)" if late else "")
             + f" with {ways} placement{'s' * (ways > 1)} inside segments" * (ways > 0)
         )
 
 
-def _and(numbers: Sequence[int]) -> str:
-    return " and ".join(filter(None, (", ".join(map(str, numbers[:-1])), str(numbers[-1]))))
+def _and(words: Sequence[str]) -> str:
+    return " and ".join(filter(None, (", ".join(words[:-1]), words[-1])))
 
 
 def optimality(solved: Solved) -> str:

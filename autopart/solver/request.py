@@ -11,7 +11,7 @@ from autopart import schedules
 from autopart.cluster import Cluster
 from autopart.ir.action import Schedule
 from autopart.ir.cost import SegmentCost
-from autopart.ir.mesh import Mesh, Sizes
+from autopart.ir.mesh import Inner, Mesh, Sizes
 from autopart.ir.plan_text import format_bytes
 from autopart.ir.tensor_plan import TensorPlan
 from autopart.schedules.lookups import looking_up
@@ -61,8 +61,8 @@ class Request:
     microbatches: int | None
     memory: int  # bytes per device
     optimizer_ratio: float
-    degrees: Mapping[int, Callable[[], tuple[Variant, ...]]]  # what finds the variants of other tensor degrees
-    wide: bool  # whether those degrees are looked at, and not only for ways out
+    degrees: Mapping[Inner, Callable[[], tuple[Variant, ...]]]  # what finds the variants of other axes inside segments
+    wide: bool  # whether those axes are looked at, and not only for ways out
     tables: bool = False  # whether tables of actions are made, too
     forwards_first: bool = False  # whether all forwards must come before all backwards
     ranks: int | None = None  # the pipeline ranks that the schedule is for, where it is for no other number
@@ -106,9 +106,9 @@ class Request:
             if variant.on(mesh) and (microbatches is None or variant.fits(mesh, self.batch, microbatches))
         )
 
-    def with_degree(self, degree: int) -> Request:
-        """The request with the variants of one more tensor degree."""
-        return replace(self, variants=(*self.variants, *self.degrees[degree]()))
+    def with_inner(self, inner: Inner) -> Request:
+        """The request with the variants of some more axes inside segments."""
+        return replace(self, variants=(*self.variants, *self.degrees[inner]()))
 
     def again(self, places: Collection[int]) -> Request:
         """The request with some more segments recomputed, in the variant at hand."""

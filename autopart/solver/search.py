@@ -16,11 +16,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise, product
+from math import prod
 
 from autopart.cluster import Cluster
 from autopart.ir.action import Kind, Schedule, stages_of
 from autopart.ir.cost import SegmentCost, SegmentNumbers
-from autopart.ir.mesh import Mesh
+from autopart.ir.mesh import Inner, Mesh
 from autopart.ir.placement import Modes
 from autopart.ir.plan import StageMemory, first_match
 from autopart.schedules import Timeline
@@ -265,23 +266,23 @@ def fitting(request: Request, candidate: Candidate) -> Solved | None:
 
 
 def meshes(request: Request) -> Iterator[Mesh]:
-    """The meshes that the pins allow, few stages first, for each tensor degree that there are costs for."""
+    """The meshes that the pins allow, few stages first, for all axes inside segments that there are costs for."""
     if request.mesh is not None:
         yield request.mesh
         return
-    for tp in dict.fromkeys(variant.degree for variant in request.variants):
-        for mesh in shapes(request.devices, tp, len(request.costs)):
+    for inner in dict.fromkeys(variant.inner for variant in request.variants):
+        for mesh in shapes(request.devices, inner, len(request.costs)):
             pp, enough = mesh.degree("pp"), min(mesh.dealt(request.batch)) >= (request.microbatches or 1)
             if enough and request.ranks in (None, pp):
                 yield mesh
 
 
-def shapes(devices: int, tp: int, longest: int) -> Iterator[Mesh]:
-    """The meshes of so many devices with a tensor axis of degree `tp` and at most `longest` stages, few first."""
+def shapes(devices: int, inner: Inner, longest: int) -> Iterator[Mesh]:
+    """The meshes of so many devices with some axes inside segments and at most `longest` stages, few first."""
     for pp in range(1, min(devices, longest) + 1):
-        dp, rest = divmod(devices, pp * tp)
+        dp, rest = divmod(devices, pp * prod(size for _, size in inner))
         if rest == 0 and dp:
-            yield Mesh.of({"pp": pp, "dp": dp, **({"tp": tp} if tp > 1 else {})})
+            yield Mesh.of({"pp": pp, "dp": dp, **dict(inner)})
 
 
 def _schedules(request: Request, mesh: Mesh) -> Iterator[list[tuple[str, Schedule]]]:

@@ -1,7 +1,7 @@
 """The space of plans that is searched jointly, under schedules of one copy of the model, and what bounds its plans.
 
-    meshes        a pinned one; else all pp x dp, for each tensor degree tp that there are costs for, of as many devices
-    tensors       the variants of what segments cost: the placements inside them that were found for the tensor degree
+    meshes        a pinned one; else all pp x dp, beside the axes inside segments that there are costs for
+    tensors       the variants of what segments cost: the placements inside them that were found for those axes
     microbatches  a pinned count; else the powers of two, four a stage, and single samples
     placements    a pinned one; else ddp, zero1, zero2, fsdp (of an open pattern, for what it leaves open); where the
                   host may be used, these also with the optimizer there, and with optimizer and gradients

@@ -6,14 +6,14 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autopart.ir.cost import SegmentCost
-from autopart.ir.mesh import Mesh, pieces
+from autopart.ir.mesh import AXES, Inner, Mesh, pieces
 from autopart.ir.tensor_plan import TensorPlan
 
 Costed = tuple[TensorPlan | None, Sequence[SegmentCost], Sequence[SegmentCost]]
 """What was decided inside segments, None where nothing is split, and what they cost then: plain, and recomputed."""
 
-Degrees = Mapping[int, Callable[[], Sequence[Costed]]]
-"""By tensor degree, what finds the placements that come into question there. It is called where they can be of use."""
+Degrees = Mapping[Inner, Callable[[], Sequence[Costed]]]
+"""By axes inside segments, what finds the placements that come into question on them. Called where it can be of use."""
 
 Chunked = Mapping[str, Callable[[], Sequence[Costed]]]
 """By the argument that asks for it, what finds the costs with some module in chunks. It is called for ways out."""
@@ -57,13 +57,14 @@ class Variant:
         return made.everything() if everything else made
 
     @property
-    def degree(self) -> int:
-        """The number of places over which tensors are split."""
-        return 1 if self.tensor is None else self.tensor.places
+    def inner(self) -> Inner:
+        """The axes over which tensors are split."""
+        axes = self.tensor.axes if self.tensor is not None else ()
+        return tuple(sorted(((each.axis, each.degree) for each in axes), key=lambda pair: AXES.index(pair[0])))
 
     def on(self, mesh: Mesh) -> bool:
         """Whether it is for the axes inside segments that a mesh has, or for a mesh without one."""
-        return mesh.inside == {each.axis: each.degree for each in (self.tensor.axes if self.tensor is not None else ())}
+        return mesh.inside == dict(self.inner)
 
     def fits(self, mesh: Mesh, batch: int, microbatches: int) -> bool:
         """Whether each of so many microbatches of every data rank can be split over the places, as `Plan.fits` says."""
