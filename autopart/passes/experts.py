@@ -1,4 +1,4 @@
-"""Experts: does a step multiply, somewhere, with weights that are a batch of matrices, as a layer of experts does?"""
+"""Experts: whether a step multiplies somewhere with weights that are a batch of matrices, as experts are."""
 
 from __future__ import annotations
 
