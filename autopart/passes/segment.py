@@ -87,8 +87,12 @@ def _calls(forward: list[Node]) -> list[dict[str, int]]:
     """For each node the modules around it, with how many calls of each began before this one."""
     begun: Counter[str] = Counter()
     calls: list[dict[str, int]] = []
+    module = None
     for node in forward:
-        paths = around(node.module)
+        if node.module == module:
+            calls.append(calls[-1])
+            continue
+        module, paths = node.module, around(node.module)
         begun.update(path for path in paths if not calls or path not in calls[-1])
         calls.append({path: begun[path] - 1 for path in paths})
     return calls
