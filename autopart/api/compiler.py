@@ -31,7 +31,7 @@ from autopart.codegen.shapes import Bodies
 from autopart.ir.action import Scheduled
 from autopart.ir.captured import Captured
 from autopart.ir.cost import PRECISIONS, optimizer_bytes
-from autopart.ir.plan import INPUT, OUTPUT, Plan, pinned_chunks
+from autopart.ir.plan import INPUT, OUTPUT, Plan, around, pinned_chunks
 from autopart.ir.program import Program
 from autopart.ir.segmented import Segmented
 from autopart.ir.sharded import Sharded
@@ -58,6 +58,7 @@ from autopart.passes.unruled import unruled
 from autopart.passes.verify import verify
 from autopart.schedules.spell import splits_output
 from autopart.solver.choose import choose
+from autopart.solver.presets import Pinned
 from autopart.solver.refine import reason, refine
 from autopart.solver.request import Pins
 from autopart.solver.variants import Costed, Degrees
@@ -83,7 +84,19 @@ def solve(segmented: Segmented, *, batch: int | None = None, inputs: str = "glob
     captured = segmented.captured
     with coupled.told(captured):
         chosen = _best(segmented, batch or captured.batch, fitting(captured, pins, batch, inputs), inputs)
-    return _counted_on(segmented, chosen, inputs)
+    return _counted_on(segmented, _spelled(segmented, chosen, pins.get("placement")), inputs)
+
+
+def _spelled(segmented: Segmented, plan: Plan, pin: Pinned) -> Plan:
+    """The plan with rules for all parameters of a segment that has one of its own, whatever module they are of."""
+    pinned = set(pin) if isinstance(pin, Mapping) else set()
+    own = {segment.name: segment.parameters for segment in segmented.segments if segment.name not in pinned}
+    rules = [
+        (name, placement)
+        for pattern, placement in plan.placements
+        for name in (pattern, *(target for target in own.get(pattern, ()) if pattern not in around(target)))
+    ]
+    return replace(plan, placements=tuple(rules))
 
 
 def _counted_on(segmented: Segmented, chosen: Plan, inputs: str) -> Plan:

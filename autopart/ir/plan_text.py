@@ -6,7 +6,7 @@ import hashlib
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -58,8 +58,14 @@ def schedule(text: str) -> str:
 
 
 def rules(placements: Sequence[tuple[str, Placement]]) -> str:
-    """Placements by pattern, in a line."""
-    return "; ".join(f"{pattern}: {placement}" for pattern, placement in placements)
+    """Placements by pattern, in a line; patterns in a row that have the same, together."""
+    told = []
+    for placement, run in groupby(placements, key=lambda pair: pair[1]):
+        patterns = tuple(pattern for pattern, _ in run)
+        last = patterns[-1:] if patterns[-1] == "*" else ()
+        first = patterns[: len(patterns) - len(last)]
+        told += [f"{name}: {placement}" for name in (*((span(first),) if len(first) > 2 else first), *last)]
+    return "; ".join(told)
 
 
 def in_chunks(chunks: Sequence[tuple[str, int]]) -> str:

@@ -20,8 +20,9 @@ from autopart.solver.columns import alike
 from autopart.solver.infeasible import infeasible
 from autopart.solver.joint import Best, Progress, best, leanest
 from autopart.solver.kinds import FEMTOSECONDS
+from autopart.solver.lighter import lighter
 from autopart.solver.question import Question, deadline, with_degrees
-from autopart.solver.reasons import notes, optimality, quality
+from autopart.solver.reasons import lightened, notes, optimality, quality
 from autopart.solver.request import Pins, Request
 from autopart.solver.schedule import Chosen, search
 from autopart.solver.search import (
@@ -161,11 +162,17 @@ def _jointly(space: Space, objective: str, until: float, progress: Progress) -> 
         return None
     afresh, solved = space.solved(found.setting, found.cut)
     text = quality(space, found, certified=_certified(solved), what=what)
-    plan = _plan(afresh, solved, text, notes(afresh, Chosen(solved), what))
+    chosen = Chosen(solved)
+    plan = _plan(afresh, solved, text, notes(afresh, chosen, what))
     _check(plan, space, found)
     if request.tables and objective == "time":
         afresh, chosen = search(space, found)
-        plan = _plan(afresh, chosen.solved, f"{text}; {chosen.verdict}", notes(afresh, chosen, what))
+        text = f"{text}; {chosen.verdict}"
+        plan = _plan(afresh, chosen.solved, text, notes(afresh, chosen, what))
+    light = lighter(afresh, chosen.solved) if objective == "time" else None
+    if light is not None:
+        made = _plan(afresh, light, text, notes(afresh, replace(chosen, solved=light), what))
+        plan = replace(made, notes=(*made.notes, lightened(plan, made)))
     others = alternatives(space, found) if time.monotonic() < until else ()
     return replace(plan, alternatives=others, facts=facts(space, found.setting))
 
