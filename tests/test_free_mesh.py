@@ -6,6 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 import autopart
 from autopart.api import compiler, tensor
@@ -16,6 +18,7 @@ from autopart.errors import PlanInfeasible
 from autopart.ir.mesh import Mesh
 from autopart.ir.placement import Shard
 from autopart.ir.plan import Plan
+from autopart.passes.experts import has_experts
 from autopart.passes.segment import segment
 from autopart.solver.axis import linked
 from autopart.testing import assert_parity
@@ -151,6 +154,33 @@ def test_experts_and_long_sequences_have_axes_of_their_own() -> None:
     assert list(tensor.degrees(mixture, 16, {"cluster": cluster})) == [*tp, both]
     cp = [(("cp", 2),), (("cp", 4),), (("cp", 2), ("tp", 2))]
     assert list(tensor.degrees(dense, 2, {"cluster": cluster})) == [*tp, *cp]
+
+
+class Product(nn.Module):
+    """An expert's product and nothing else; without experts it is one with a matrix."""
+
+    def __init__(self, experts: int, equation: str) -> None:
+        super().__init__()
+        shape = (experts, 6, 4) if experts else (6, 4)
+        self.weight, self.equation = nn.Parameter(torch.randn(shape)), equation
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.einsum(self.equation, x, self.weight).square().mean()
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize(
+    ("experts", "equation", "wanted"),
+    [(0, "bsd,df->bsf", False), (3, "bsed,edf->ebsf", True), (3, "bsed,edf->fbse", True)],
+)
+def test_experts_are_found_through_copies_and_a_matrix_is_none(
+    experts: int, equation: str, wanted: bool, autocast: bool
+) -> None:
+    model = Product(experts, equation)
+    x = torch.randn(2, 5, experts, 6) if experts else torch.randn(2, 5, 6)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        captured = captured_step(model, read(model, (x,), {}), None, False, "direct")
+    assert has_experts(captured) == wanted
 
 
 @pytest.mark.parametrize(("name", "samples"), [("gpt", 1), pytest.param("dense", 4, marks=pytest.mark.soak)])

@@ -29,7 +29,7 @@ def alternatives(space: Space, chosen: Best) -> tuple[Alternative, ...]:
 
 
 def _mesh(space: Space, chosen: Best) -> Iterator[Alternative]:
-    """Another mesh; and if that has the same axes inside segments, the best with others, where several are looked at."""
+    """Another mesh; and if that has the same axes inside segments, the best with others, where there are some."""
     here = chosen.setting.mesh.inside
     others = [each for each in _alike(space, chosen) if each.mesh != chosen.setting.mesh]
     if not others:
