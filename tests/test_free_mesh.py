@@ -22,6 +22,7 @@ from autopart.passes.experts import has_experts
 from autopart.passes.segment import segment
 from autopart.solver.axis import linked
 from autopart.testing import assert_parity
+from examples.gpt import GPT, Config
 from tests import axis_models
 from tests.tensor_axis import CHEAP, LATE, made, soak
 
@@ -193,4 +194,44 @@ def test_a_free_mesh_is_no_worse_than_any_with_cp_or_ep(name: str, samples: int)
     free = solve(found, **pins)
     for mesh in ({"cp": 4}, {"cp": 2, "tp": 2}, {"tp": 4}) if samples < 4 else ({"ep": 2, "tp": 2}, {"tp": 4}):
         assert free.prediction.step_seconds <= solve(found, mesh=mesh, **pins).prediction.step_seconds * (1 + 1e-9)
+    assert_parity(model, args, plan=free)
+
+
+DEAR = Cluster.uniform(4, 2**40, 1e9, 1e12, 1e8, 1e-9)
+"""Products take long, and each byte that is sent takes longer still: what counts is what each axis has to exchange."""
+
+
+def long_sequence() -> nn.Module:
+    """Two heads for four places, and a sequence that is long beside the width."""
+    return GPT(Config(layers=1, width=8, heads=2, context=64, vocabulary=24))
+
+
+def few_experts(monkeypatch: pytest.MonkeyPatch) -> nn.Module:
+    """Two experts for four places."""
+    monkeypatch.setattr(axis_models, "EXPERTS", 2)
+    return axis_models.Mixture(axis_models.Dense)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("axis", "length"), [("cp", 64), ("ep", 16)])
+def test_a_free_mesh_has_cp_or_ep_beside_tp_where_that_is_fastest(
+    axis: str, length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One axis cuts each tensor along one dim; heads and experts are too few for all places, so two axes do better."""
+    torch.manual_seed(0)
+    model = (long_sequence() if axis == "cp" else few_experts(monkeypatch)).double()
+    ids = torch.randint(24, (1, length))
+    args = ids, ids.roll(-1, 1)
+    found = segment(captured_step(model, read(model, args, {}), None, False, "direct"))
+    pins: dict[str, Any] = {"cluster": DEAR, "devices": 4, "schedule": "1f1b"}
+    free = solve(found, **pins)
+    assert (
+        free.mesh.inside == {"tp": 2, axis: 2} and f"on {'cp' if axis == 'cp' else 'cp and ep'} too" in free.optimality
+    )
+    told = {each.choice: each for each in free.alternatives}["mesh"]
+    assert told.option.startswith("pp=1 x dp=1 x tp=4 ") and told.step_seconds is not None
+    every = [{"pp": 1, "dp": 1, axis: 2, "tp": 2}, {"tp": 4}, {"pp": 2, "tp": 2}]
+    steps = [solve(found, mesh=mesh, **pins).prediction.step_seconds for mesh in every]
+    assert free.prediction.step_seconds <= min(steps) * (1 + 1e-9)
+    assert told.step_seconds <= steps[1] * (1 + 1e-9)
     assert_parity(model, args, plan=free)
