@@ -6,6 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 import autopart
 from autopart.api import compiler, tensor
@@ -16,9 +18,11 @@ from autopart.errors import PlanInfeasible
 from autopart.ir.mesh import Mesh
 from autopart.ir.placement import Shard
 from autopart.ir.plan import Plan
+from autopart.passes.experts import has_experts
 from autopart.passes.segment import segment
 from autopart.solver.axis import linked
 from autopart.testing import assert_parity
+from examples.gpt import GPT, Config
 from tests import axis_models
 from tests.tensor_axis import CHEAP, LATE, made, soak
 
@@ -153,6 +157,33 @@ def test_experts_and_long_sequences_have_axes_of_their_own() -> None:
     assert list(tensor.degrees(dense, 2, {"cluster": cluster})) == [*tp, *cp]
 
 
+class Product(nn.Module):
+    """An expert's product and nothing else; without experts it is one with a matrix."""
+
+    def __init__(self, experts: int, equation: str) -> None:
+        super().__init__()
+        shape = (experts, 6, 4) if experts else (6, 4)
+        self.weight, self.equation = nn.Parameter(torch.randn(shape)), equation
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.einsum(self.equation, x, self.weight).square().mean()
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize(
+    ("experts", "equation", "wanted"),
+    [(0, "bsd,df->bsf", False), (3, "bsed,edf->ebsf", True), (3, "bsed,edf->fbse", True)],
+)
+def test_experts_are_found_through_copies_and_a_matrix_is_none(
+    experts: int, equation: str, wanted: bool, autocast: bool
+) -> None:
+    model = Product(experts, equation)
+    x = torch.randn(2, 5, experts, 6) if experts else torch.randn(2, 5, 6)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        captured = captured_step(model, read(model, (x,), {}), None, False, "direct")
+    assert has_experts(captured) == wanted
+
+
 @pytest.mark.parametrize(("name", "samples"), [("gpt", 1), pytest.param("dense", 4, marks=pytest.mark.soak)])
 def test_a_free_mesh_is_no_worse_than_any_with_cp_or_ep(name: str, samples: int) -> None:
     """And what is chosen trains as one device does."""
@@ -163,4 +194,44 @@ def test_a_free_mesh_is_no_worse_than_any_with_cp_or_ep(name: str, samples: int)
     free = solve(found, **pins)
     for mesh in ({"cp": 4}, {"cp": 2, "tp": 2}, {"tp": 4}) if samples < 4 else ({"ep": 2, "tp": 2}, {"tp": 4}):
         assert free.prediction.step_seconds <= solve(found, mesh=mesh, **pins).prediction.step_seconds * (1 + 1e-9)
+    assert_parity(model, args, plan=free)
+
+
+DEAR = Cluster.uniform(4, 2**40, 1e9, 1e12, 1e8, 1e-9)
+"""Products take long, and each byte that is sent takes longer still: what counts is what each axis has to exchange."""
+
+
+def long_sequence() -> nn.Module:
+    """Two heads for four places, and a sequence that is long beside the width."""
+    return GPT(Config(layers=1, width=8, heads=2, context=64, vocabulary=24))
+
+
+def few_experts(monkeypatch: pytest.MonkeyPatch) -> nn.Module:
+    """Two experts for four places."""
+    monkeypatch.setattr(axis_models, "EXPERTS", 2)
+    return axis_models.Mixture(axis_models.Dense)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("axis", "length"), [("cp", 64), ("ep", 16)])
+def test_a_free_mesh_has_cp_or_ep_beside_tp_where_that_is_fastest(
+    axis: str, length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One axis cuts each tensor along one dim; heads and experts are too few for all places, so two axes do better."""
+    torch.manual_seed(0)
+    model = (long_sequence() if axis == "cp" else few_experts(monkeypatch)).double()
+    ids = torch.randint(24, (1, length))
+    args = ids, ids.roll(-1, 1)
+    found = segment(captured_step(model, read(model, args, {}), None, False, "direct"))
+    pins: dict[str, Any] = {"cluster": DEAR, "devices": 4, "schedule": "1f1b"}
+    free = solve(found, **pins)
+    assert (
+        free.mesh.inside == {"tp": 2, axis: 2} and f"on {'cp' if axis == 'cp' else 'cp and ep'} too" in free.optimality
+    )
+    told = {each.choice: each for each in free.alternatives}["mesh"]
+    assert told.option.startswith("pp=1 x dp=1 x tp=4 ") and told.step_seconds is not None
+    every = [{"pp": 1, "dp": 1, axis: 2, "tp": 2}, {"tp": 4}, {"pp": 2, "tp": 2}]
+    steps = [solve(found, mesh=mesh, **pins).prediction.step_seconds for mesh in every]
+    assert free.prediction.step_seconds <= min(steps) * (1 + 1e-9)
+    assert told.step_seconds <= steps[1] * (1 + 1e-9)
     assert_parity(model, args, plan=free)

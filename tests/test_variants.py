@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import product
+from math import prod
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from autopart.cluster import Cluster
 from autopart.errors import PlanInfeasible
 from autopart.ir.cost import SegmentCost
+from autopart.ir.mesh import Inner
 from autopart.ir.plan import Plan
 from autopart.ir.tensor_plan import TensorPlan
 from autopart.solver import choose
@@ -29,11 +31,11 @@ CLUSTER = Cluster.uniform(8, 1000 * MIB, 1e9, 1e9, 1e8, 1e-6)
 
 Placed = tuple[TensorPlan, list[SegmentCost], list[SegmentCost]]
 
-Degrees = dict[int, Callable[[], list[Placed]]]
+Degrees = dict[Inner, Callable[[], list[Placed]]]
 
 
-def inside(degree: int, samples: int = 1) -> TensorPlan:
-    return TensorPlan("tp", degree, (), (), (), (), (), CLUSTER, samples)
+def inside(degree: int, samples: int = 1, axis: str = "tp") -> TensorPlan:
+    return TensorPlan(axis, degree, (), (), (), (), (), CLUSTER, samples)
 
 
 def halved(cost: SegmentCost, degree: int, exchange: int, whole: bool) -> SegmentCost:
@@ -52,32 +54,38 @@ def halved(cost: SegmentCost, degree: int, exchange: int, whole: bool) -> Segmen
     )
 
 
+TP: tuple[Inner, ...] = ((("tp", 2),), (("tp", 4),))
+
+EVERY: tuple[Inner, ...] = (*TP, (("cp", 2),), (("cp", 4),), (("cp", 2), ("tp", 2)), (("ep", 2), ("tp", 2)))
+
+
 @st.composite
-def wide(draw: st.DrawFn) -> tuple[Model, Degrees]:
-    """A model, and one or two placements of its tensors at degrees 2 and 4."""
+def wide(draw: st.DrawFn, inners: Sequence[Inner] = TP) -> tuple[Model, Degrees]:
+    """A model, and one or two placements of its tensors on some axes inside segments."""
     plain, again, cluster, batch = draw(models())
     found: Degrees = {}
-    for degree in (2, 4):
-        placed = []
+    for inner in inners:
+        placed, places = [], prod(size for _, size in inner)
         for number in range(draw(st.integers(1, 2))):
             exchange, whole = 10 ** draw(st.integers(6, 12)), draw(st.booleans())
-            parts = ([halved(cost, degree, exchange, whole) for cost in costs] for costs in (plain, again))
-            placed.append((inside(degree, 1 + number), *parts))
-        found[(("tp", degree),)] = partial(list, placed)
+            parts = ([halved(cost, places, exchange, whole) for cost in costs] for costs in (plain, again))
+            axes = (inside(size, 1 + number, axis) for axis, size in reversed(inner))  # tp is placed first
+            placed.append((TensorPlan.nested(axes), *parts))
+        found[inner] = partial(list, placed)
     return (plain, again, cluster, batch), found
 
 
 def every_wide_plan(model: Model, degrees: Degrees, devices: int) -> Iterator[Point]:
-    """All plans without and with a tensor axis."""
+    """All plans without and with axes inside segments."""
     plain, again, cluster, batch = model
-    found = [(1, plain, again), *((t.degree, p, a) for find in degrees.values() for t, p, a in find())]
+    found = [(1, plain, again), *((t.places, p, a) for find in degrees.values() for t, p, a in find())]
     for degree, costs, recomputed in found:
         if devices % degree == 0:
             yield from every_plan((costs, recomputed, cluster, batch), devices // degree)
 
 
 @QUICK
-@given(wide(), st.sampled_from([2, 4]), PERCENT)
+@given(wide(EVERY), st.sampled_from([2, 4]), PERCENT)
 def test_equals_brute_force(drawn: tuple[Model, Degrees], devices: int, percent: int) -> None:
     model, degrees = drawn
     limit = limit_of(model, percent)
@@ -87,7 +95,7 @@ def test_equals_brute_force(drawn: tuple[Model, Degrees], devices: int, percent:
     if plan is not None:
         assert plan.prediction.step_seconds == pytest.approx(min(fitting), rel=1e-9, abs=1e-12)
         assert plan.optimality.startswith("optimal: ") and ", tensor degree" in plan.optimality
-        assert (plan.tensor is None) == (plan.mesh.degree("tp") == 1)
+        assert plan.mesh.inside == {each.axis: each.degree for each in (plan.tensor.axes if plan.tensor else ())}
         assert all(memory.total <= limit for memory in plan.prediction.memory)
 
 
@@ -166,6 +174,33 @@ def test_the_runner_up_of_a_degree_is_what_pinning_its_meshes_gives() -> None:
         steps.append(choose(costs, **pins).prediction.step_seconds)
     assert told.step_seconds == pytest.approx(min(steps), rel=1e-9)
     assert f"- another {told.choice}: {told.option} would make the step" in plan.explain()
+
+
+def alone(axes: dict[str, int], work: int = 1) -> Degrees:
+    """A placement of `gpt` on each of some axes alone, where a place does 1 / (`work` x degree) of what there is."""
+
+    def found(axis: str, degree: int) -> list[Placed]:
+        parts = ([halved(cost, work * degree, 0, False) for cost in costs] for costs in (gpt(), frugal()))
+        return [(inside(degree, axis=axis), *parts)]
+
+    return {((axis, degree),): partial(found, axis, degree) for axis, degree in axes.items()}
+
+
+def test_other_axes_of_as_many_places_are_a_runner_up_and_a_way_out() -> None:
+    """An axis of four places for the sequence is something else than one of four for any tensors."""
+    degrees = alone({"cp": 4}, work=2) | alone({"tp": 4})
+    plan = choose(gpt(), degrees=degrees, **PINS)
+    assert plan.mesh.inside == {"cp": 4} and "tensor degrees 1 and 4, on cp too" in plan.optimality
+    others = {each.choice: each for each in plan.alternatives}
+    told = others.get("tensor degree", others["mesh"])
+    assert "tp=4" in told.option and "cp" not in told.option
+    assert f"- another {told.choice}: {told.option} would make the step" in plan.explain()
+    costs = [layer(f"h.{i}", parameters=12 * MIB, saved=0) for i in range(2)]
+    parts = [halved(cost, 2, 0, False) for cost in costs]
+    ways: Degrees = {(("cp", 2),): lambda: [(inside(2, axis="cp"), parts, parts)]}
+    pins = {**PINS, "recompute": False, "memory": "40MiB", "placement": "ddp", "recomputed": costs}
+    with pytest.raises(PlanInfeasible, match=r"mesh=\{[^}]*'cp': 2[^}]*\}"):
+        choose(costs, degrees=ways, mesh={"pp": 2, "dp": 2}, **pins)
 
 
 def test_objectives_and_fronts_look_at_degrees() -> None:

@@ -15,7 +15,6 @@ from autopart.ir.plan_text import rules, spans
 from autopart.solver.cut import Cut
 from autopart.solver.joint import Best, best, leanest
 from autopart.solver.kinds import FEMTOSECONDS
-from autopart.solver.request import inside
 from autopart.solver.setting import Setting
 from autopart.solver.space import Space
 
@@ -30,15 +29,15 @@ def alternatives(space: Space, chosen: Best) -> tuple[Alternative, ...]:
 
 
 def _mesh(space: Space, chosen: Best) -> Iterator[Alternative]:
-    """Another mesh; and if that has the same tensor degree, the best with another one, where several are looked at."""
-    here = inside(chosen.setting.mesh)
+    """Another mesh; and if that has the same axes inside segments, the best with others, where there are some."""
+    here = chosen.setting.mesh.inside
     others = [each for each in _alike(space, chosen) if each.mesh != chosen.setting.mesh]
     if not others:
         return
     found = best(space, others)
     yield from _result(space, "mesh", others, found)
-    if found is None or inside(found.setting.mesh) == here:
-        yield from _best(space, "tensor degree", [each for each in others if inside(each.mesh) != here])
+    if found is None or found.setting.mesh.inside == here:
+        yield from _best(space, "tensor degree", [each for each in others if each.mesh.inside != here])
 
 
 def _alike(space: Space, chosen: Best) -> list[Setting]:

@@ -73,7 +73,7 @@ def _again(space: Space) -> str:
 
 
 def _degrees(request: Request, settings: Sequence[Setting]) -> Iterator[str]:
-    """The tensor degrees among the meshes, with how many placements inside segments, and those left out."""
+    """The tensor degrees among the meshes, on which axes, with how many placements inside segments; those left out."""
     known = sorted({inside(setting.mesh) for setting in settings})
     axes = {axis for setting in settings for axis in setting.mesh.inside} - {"tp", "dp"}
     late = [each for each in request.degrees if request.wide and all(v.inner != each for v in request.variants)]
