@@ -149,9 +149,34 @@ def placements(segmented: Segmented, asked: Sequence[Inside], *, chunks: Chunks 
 
     The fastest for microbatches of each of the `sizes`, with and without splitting the samples; and for single samples
     the fastest, that which holds least, and one between them. Each once. Where there are several axes, the ways are
-    those of the first, and the others are each placed in the like way on what those before it leave. On the data axis
-    there is one way. Raises ValueError for pins that cannot be kept, CaptureError where no way goes with `chunks`.
+    those of the first, and the others are each placed in the like way on what those before it leave, in each of the
+    `_orders`. On the data axis there is one way. Raises ValueError for pins that cannot be kept in any order,
+    CaptureError where no way goes with `chunks`.
     """
+    kept: dict[object, TensorPlan] = {}
+    refused: list[ValueError] = []
+    for order in _orders(asked):
+        try:
+            for made in _in_order(segmented, order):
+                key = tuple((one.choices, one.segments, one.parameters, one.between) for one in made.axes)
+                kept.setdefault(key, made)
+        except ValueError as error:
+            refused.append(error)
+    if not kept:
+        raise refused[0]
+    return tuple(_costed(segmented, tuple(kept.values()), chunks))
+
+
+def _orders(asked: Sequence[Inside]) -> tuple[tuple[Inside, ...], ...]:
+    """The orders in which axes are placed: as asked, and the other way round; the data axis is last in both."""
+    last = [each for each in asked if each.axis == "dp"]
+    first = [each for each in asked if each.axis != "dp"]
+    orders = [[*first, *last], [*reversed(first), *last]] if len(first) > 1 else [[*first, *last]]
+    return tuple(tuple(replace(each, alike=each is not order[-1]) for each in order) for order in orders)
+
+
+def _in_order(segmented: Segmented, asked: Sequence[Inside]) -> Iterator[TensorPlan]:
+    """The placements that come into question where the axes are placed in this order, see `placements`."""
     first, *rest = asked
     pins = dict(first.pins)
     axes = [first.on(n, divides=True) for n in first.sizes if first.divides and n % first.degree == 0]
@@ -160,12 +185,8 @@ def placements(segmented: Segmented, asked: Sequence[Inside], *, chunks: Chunks 
     found = [(axis, 0, place(segmented, axis, pins)) for axis in axes]
     if first.axis != "dp":
         found += [(first.on(1), size, each) for size, each in enumerate(front(segmented, first.on(1), pins))]
-    kept: dict[object, TensorPlan] = {}
     for axis, size, each in found:
-        made = nested(segmented, axis, each, rest, size)
-        key = tuple((one.choices, one.segments, one.parameters, one.between) for one in made.axes)
-        kept.setdefault(key, made)
-    return tuple(_costed(segmented, tuple(kept.values()), chunks))
+        yield nested(segmented, axis, each, rest, size)
 
 
 def _costed(segmented: Segmented, found: Sequence[TensorPlan], chunks: Chunks) -> Iterator[Costed]:
