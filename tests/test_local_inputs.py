@@ -69,6 +69,7 @@ def train(rank: int, pins: dict[str, Any], shares: tuple[int, ...]) -> Any:
         ({"mesh": {"dp": 2}, "placement": "fsdp", "microbatches": 2}, (7, 2)),
         ({"mesh": {"pp": 2, "dp": 2}, "placement": "zero1", "microbatches": 2}, (4, 5)),
         ({"mesh": {"dp": 3}, "placement": "ddp", "microbatches": 1}, (3, 3, 3)),
+        ({"mesh": {"dp": (3, 1)}, "placement": "zero1", "microbatches": 2}, (7, 2)),
     ],
 )
 def test_ragged_shares_train_as_their_concatenation(pins: dict[str, Any], shares: tuple[int, ...]) -> None:

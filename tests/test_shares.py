@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
+from itertools import product
 from typing import Any
 
 import pytest
@@ -26,6 +28,17 @@ def test_shares_make_up_the_batch_in_proportion(shares: list[int], samples: int)
     assert mesh.dealt(total * samples) == tuple(share * samples for share in shares)
     if len(set(shares)) == 1:
         assert not mesh.shares and taken == pieces(samples, len(shares))
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.lists(st.integers(1, 9), min_size=2, max_size=3), st.integers(0, 12))
+def test_no_other_deal_is_nearer_to_the_proportion(shares: list[int], samples: int) -> None:
+    def away(sizes: tuple[int, ...]) -> Fraction:
+        exact = (Fraction(samples * share, sum(shares)) for share in shares)
+        return sum(((size - wanted) ** 2 for size, wanted in zip(sizes, exact, strict=True)), Fraction(0))
+
+    every = (sizes for sizes in product(range(samples + 1), repeat=len(shares)) if sum(sizes) == samples)
+    assert away(Mesh.of({"dp": shares}).dealt(samples)) == min(map(away, every))
 
 
 @pytest.mark.parametrize(
@@ -56,6 +69,26 @@ def test_bytes_outputs_and_other_batches() -> None:
     with torch.no_grad():
         for samples in (1, 3, 7):
             torch.testing.assert_close(mine(x[:samples]), mine(x)[:samples])
+
+
+def test_a_ragged_last_batch_trains_as_on_one_device_and_one_too_small_is_refused() -> None:
+    """Planned for 8 samples, dealt as 6 and 2: 7 are dealt as 5 and 2, 5 as 4 and 1, which has no second microbatch."""
+    torch.manual_seed(0)
+    plain = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Tanh(), torch.nn.Linear(6, 3)).double()
+    x = torch.randn(8, 4).double()
+    mine = autopart.parallelize(plain, mesh={"dp": (3, 1)}, microbatches=2, capture="direct", outputs="all")
+    mine(x).square().mean().backward()
+    mine.zero_grad()
+    loss, expected = mine(x[:7]).square().mean(), plain(x[:7]).square().mean()
+    loss.backward()
+    grads = torch.autograd.grad(expected, list(plain.parameters()))
+    torch.testing.assert_close(loss.detach(), expected.detach(), rtol=1e-12, atol=0)
+    for (name, found), grad in zip(mine.full_grads().items(), grads, strict=True):
+        torch.testing.assert_close(found, grad, rtol=1e-10, atol=1e-14, msg=name)
+    with pytest.raises(
+        ValueError, match=r"the 1 samples of data rank 1 \(dp=3:1 deals 5 as \(4, 1\)\) cannot be .* or shares that"
+    ):
+        mine(x[:5])
 
 
 @pytest.mark.parametrize(

@@ -48,14 +48,16 @@ def check_cut(shares: Sequence[int], plan: Plan, least: int) -> None:
     if few >= count * least:
         return
     each = f" of {least} samples, without which a BatchNorm has no variance" if least > 1 else ""
+    dealt = f" ({plan.mesh} deals {sum(shares)} as {tuple(shares)})" if plan.inputs != "local" else ""
     batch = (
-        f"the {few} samples of data rank {shares.index(few)} cannot be cut into the plan's {count} microbatches{each}"
-        if plan.inputs == "local"
+        f"the {few} samples of data rank {shares.index(few)}{dealt} cannot be cut into the plan's {count} microbatches"
+        f"{each}"
+        if plan.inputs == "local" or plan.mesh.shares
         else f"{sum(shares)} samples cannot be cut into {degree * count} pieces{each} (dp x microbatches of the plan)"
     )
     raise ValueError(
         f"batch: {batch}; pass more samples (a loader's last batch may be small: drop_last=True), or pin fewer "
-        "microbatches"
+        f"microbatches{', or shares that are less uneven' if plan.mesh.shares and plan.inputs != 'local' else ''}"
     )
 
 
