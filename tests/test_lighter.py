@@ -41,7 +41,7 @@ def test_equals_brute_force_for_its_split(model: Model, mesh: dict[str, int], pe
     if mesh.get("pp", 1) > len(plain):
         return
     pins: dict[str, Any] = {"mesh": mesh, "microbatches": count, "recompute": False}
-    plan = planned(model, limit, **pins)
+    plan = planned(model, limit, placement="per-layer", **pins)
     if plan is None:
         return
     steps = []
@@ -79,13 +79,21 @@ def test_as_many_layers_as_fit_are_lighter_and_the_plan_trains() -> None:
     heavy, light = (autopart.plan(layers, args, placement=name, **pins) for name in ("fsdp", "zero1"))
     assert light.prediction.step_seconds < heavy.prediction.step_seconds
     assert light.prediction.peak > heavy.prediction.peak
-    plan = autopart.plan(layers, args, memory=(heavy.prediction.peak + light.prediction.peak) // 2, **pins)
+    limit = (heavy.prediction.peak + light.prediction.peak) // 2
+    plan = autopart.plan(layers, args, memory=limit, placement="per-layer", **pins)
     used = {placement for _, placement in plan.placements}
     assert len(used) > 1 and MODES["fsdp"] in used
     assert light.prediction.step_seconds < plan.prediction.step_seconds < heavy.prediction.step_seconds
-    assert plan.prediction.peak <= (heavy.prediction.peak + light.prediction.peak) // 2
+    assert plan.prediction.peak <= limit
     assert "lighter than the others'" in plan.explain() and Plan.from_json(plan.to_json()) == plan
     assert_parity(layers, args, plan=plan, steps=1)
+
+
+def test_parallelize_takes_it_too() -> None:
+    x = torch.randn(8, 4)
+    mine = autopart.parallelize(Layers(nn.Linear(4, 4), nn.Linear(4, 4)), mesh={"dp": 2}, placement="per-layer")
+    mine(x).backward()
+    assert mine.plan.placements == (("*", MODES["ddp"]),)
 
 
 def test_what_is_pinned_stays() -> None:
@@ -100,5 +108,5 @@ def test_what_is_pinned_stays() -> None:
     free = autopart.plan(layers, args, placement="fsdp", **pins)
     assert free.placements == (("*", MODES["fsdp"]),)
     limit = free.prediction.peak + 2**23
-    plan = autopart.plan(layers, args, placement={"2": "fsdp", "3": "zero2"}, memory=limit, **pins)
+    plan = autopart.plan(layers, args, placement={"2": "fsdp", "3": "zero2", "*": "per-layer"}, memory=limit, **pins)
     assert plan.placements[:2] == (("2", MODES["fsdp"]), ("3", MODES["zero2"]))

@@ -15,7 +15,7 @@ from autopart.ir.placement import Placement, executable
 from autopart.ir.plan import INPUTS, Plan, pinned_chunks
 from autopart.ir.program import Program
 from autopart.schedules import spell
-from autopart.solver.presets import Pinned
+from autopart.solver.presets import PER_LAYER, Pinned
 from autopart.solver.request import Pins
 
 SEMANTICS = ("exact", "accumulate")
@@ -78,7 +78,7 @@ class Options:
             raise ValueError(f"mesh: {self.axes()} is {self.axes().size} devices, but devices={self.devices}")
         values = self.placement.values() if isinstance(self.placement, Mapping) else (self.placement,)
         for value in values:
-            if isinstance(value, str | Placement):
+            if isinstance(value, str | Placement) and value != PER_LAYER:
                 executable(Placement.preset(value) if isinstance(value, str) else value)
         if self.given_plan is not None:
             check_executable(self.given_plan)

@@ -169,7 +169,7 @@ def _jointly(space: Space, objective: str, until: float, progress: Progress) -> 
         afresh, chosen = search(space, found)
         text = f"{text}; {chosen.verdict}"
         plan = _plan(afresh, chosen.solved, text, notes(afresh, chosen, what))
-    light = lighter(afresh, chosen.solved) if objective == "time" else None
+    light = lighter(afresh, chosen.solved) if request.per_layer and objective == "time" else None
     if light is not None:
         made = _plan(afresh, light, text, notes(afresh, replace(chosen, solved=light), what))
         plan = replace(made, notes=(*made.notes, lightened(plan, made)))

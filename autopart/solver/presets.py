@@ -14,17 +14,26 @@ Pinned = str | Placement | Mapping[str, str | Placement | Mapping[str, object]] 
 """A `placement` pin: a placement, or by pattern placements and, for tensors, a Shard or Replicate by axis."""
 
 
+PER_LAYER = "per-layer"
+"""As a placement: one for the model is chosen, then a lighter one for layers whose ranks have memory for it."""
+
+
+def per_layer(pin: Pinned) -> bool:
+    """Whether a pin asks for placements layer by layer, of what it leaves open."""
+    return (pin.get("*") if isinstance(pin, Mapping) else pin) == PER_LAYER
+
+
 def alternatives(pin: Pinned) -> tuple[Rules, ...]:
     """The placements that a pin leaves, the preferred first; ValueError or TypeError for what is none."""
     presets = tuple(Placement.preset(name) for name in PRESETS)
-    if pin is None:
+    if pin is None or pin == PER_LAYER:
         return tuple((("*", preset),) for preset in presets)
     if not isinstance(pin, Mapping):
         return ((("*", _placement(pin)),),)
     rules = tuple((pattern, _placement(value)) for pattern, value in pin.items() if pattern != "*")
     if not all(isinstance(pattern, str) for pattern, _ in rules):
         raise TypeError(f"placement: patterns must be module or parameter names, not {[p for p, _ in rules]}")
-    rest = (_placement(pin["*"]),) if "*" in pin else presets
+    rest = presets if pin.get("*", PER_LAYER) == PER_LAYER else (_placement(pin["*"]),)
     return tuple((*rules, ("*", preset)) for preset in rest)
 
 
@@ -32,7 +41,8 @@ def _placement(value: object) -> Placement:
     if isinstance(value, str):
         value = Placement.preset(value)
     if not isinstance(value, Placement):
-        raise TypeError(f"placement: expected one of {', '.join(PRESETS)} or a Placement, not {value!r}")
+        names = ", ".join((*PRESETS, PER_LAYER))
+        raise TypeError(f"placement: expected one of {names} or a Placement, not {value!r}")
     return planned(value)
 
 

@@ -73,6 +73,7 @@ class Request:
     chunked: tuple[tuple[str, Callable[[], tuple[Variant, ...]]], ...] = ()
     number: int = 0
     pinned: bool = False  # whether the memory is, and so the same for devices that have more
+    per_layer: bool = False  # whether single segments get a lighter placement in the end
 
     @property
     def costs(self) -> tuple[SegmentCost, ...]:

@@ -17,7 +17,7 @@ from autopart.ir.tensor_plan import TensorPlan
 from autopart.schedules.spell import AUTO, is_table, splits_output
 from autopart.solver.counts import check_counts
 from autopart.solver.families import looked_at
-from autopart.solver.presets import Pinned, alternatives, check_host, offloaded
+from autopart.solver.presets import Pinned, alternatives, check_host, offloaded, per_layer
 from autopart.solver.request import Request
 from autopart.solver.variants import Chunked, Costed, Degrees, Variant
 
@@ -84,6 +84,7 @@ def resolve(
         microbatches=microbatches,
         memory=cluster.memory if memory is None else parse_bytes(memory),
         pinned=memory is not None,
+        per_layer=per_layer(placement),
         optimizer_ratio=_ratio(optimizer_ratio),
         forwards_first=forwards_first,
         ranks=fixed.ranks if fixed is not None else None,
