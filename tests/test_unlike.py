@@ -201,6 +201,7 @@ def test_a_fast_device_has_more_layers_and_the_plan_says_where() -> None:
     assert shares[0] == 1 and shares[1] >= 4, "four times as fast, four times as many"
     assert "on devices 1" in plan.summary() and "devices: stage 0 on" in plan.explain()
     assert any(each.choice == "order of devices" for each in plan.alternatives)
+    assert "2 orders of devices" in plan.optimality
     assert Plan.from_json(plan.to_json()) == plan
     same = autopart.plan(model, args, cluster=Cluster.uniform(2, 2**30, 1e9, 1e12, 1e12, 0.0), **pins)
     assert not same.devices and plan.prediction.step_seconds < same.prediction.step_seconds

@@ -39,6 +39,7 @@ def _space(space: Space) -> str:
     meshes = {setting.mesh for setting in settings}
     counts = {setting.microbatches for setting in settings}
     ranks = len({setting.placements for setting in settings})
+    dealt = len({setting.groups for setting in settings if setting.groups})
     again = any(keep is not None for each in request.variants for keep in each.again) and request.free
     pipes = {mesh.degree("pp") for mesh in meshes} - {1}
     anywhere = all(len(space.allowed(pp)) == len(request.costs) - 1 for pp in pipes)
@@ -46,6 +47,7 @@ def _space(space: Space) -> str:
     parts = [
         f"{len(meshes)} meshes of {request.devices} devices" if len(meshes) > 1 else f"the mesh {next(iter(meshes))}",
         *_degrees(request, settings),
+        *([f"{dealt} orders of devices"] if dealt > 1 else []),
         f"{ranks} placements" if ranks > 1 else "one placement",
         f"{len(counts)} numbers of microbatches" if len(counts) > 1 else f"{max(counts)} microbatches",
         *([f"all splits of {len(request.costs)} segments under {_schedules(space)}{begin}"] if pipes else []),
