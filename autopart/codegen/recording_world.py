@@ -93,8 +93,9 @@ class RecordingWorld:
     """Takes the place of a rank's world; `events` is what it saw. `shares` are the samples of each data rank, `part`
     is this one's place among them.
 
-    `places` are the places on axes that split the tensors inside segments. Where pipeline ranks differ in width, `widths`
-    has by stage the samples of each of its data ranks, and `part` is this one's place among those of its own stages.
+    `places` are the places on axes that split the tensors inside segments. Where pipeline ranks differ in width,
+    `widths` has by stage the samples of each of its data ranks, and `part` is this one's place among those of its own
+    stages.
     """
 
     state: State

@@ -137,6 +137,11 @@ class Mesh:
         """The data ranks of a pipeline rank."""
         return self.widths[column] if self.widths else self.degree("dp")
 
+    @property
+    def data(self) -> int:
+        """The data ranks of the pipeline rank that has most."""
+        return max(self.widths) if self.widths else self.degree("dp")
+
     def column(self, column: int) -> tuple[int, ...]:
         """The ranks of a pipeline rank."""
         if self.widths:

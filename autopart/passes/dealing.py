@@ -1,4 +1,4 @@
-"""dealing: Sharded + Plan -> how each edge between stages of unlike width is dealt; what such a plan cannot do is refused.
+"""dealing: Sharded + Plan -> edges, those between stages of unlike width with how each value is dealt among data ranks.
 
 before: 0 -> 1: h (Shard(0)), scale (Replicate); 1 -> 0: d_h (Shard(0)), d_scale (Partial); widths 2, 1
 after:  0 -> 1: h along dim 0, scale equal; 1 -> 0: d_h along dim 0, d_scale a part of a sum
