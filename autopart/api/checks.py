@@ -44,8 +44,8 @@ def check_executable(plan: Plan) -> None:
 
 def check_cut(shares: Sequence[int], plan: Plan, least: int) -> None:
     """Refuse a batch, of so many samples a data rank, that the plan cannot cut into slices of at least `least`."""
-    degree, count, few = plan.mesh.parts, plan.microbatches, min(shares)
-    if few >= count * least:
+    degree, count, few = plan.mesh.parts * plan.mesh.widest, plan.microbatches, min(shares)
+    if few >= count * least * plan.mesh.widest:
         return
     each = f" of {least} samples, without which a BatchNorm has no variance" if least > 1 else ""
     dealt = f" ({plan.mesh} deals {sum(shares)} as {tuple(shares)})" if plan.inputs != "local" else ""

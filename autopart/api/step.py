@@ -15,6 +15,7 @@ from autopart.draws import Draws
 from autopart.ir.captured import Captured
 from autopart.ir.program import Program
 from autopart.runtime.autograd import Pairs
+from autopart.runtime.dealing import in_order
 from autopart.runtime.executor import Given, StepResult, run
 from autopart.runtime.report import Report
 from autopart.runtime.residence import Residence
@@ -82,14 +83,24 @@ class Step:
                 continue
             if self.residence is None:
                 dim = None if out.everywhere else out.dim
-                mesh = self.program.plan.mesh
-                leading = [result.outputs for rank, result in enumerate(self.results) if mesh.leads(rank)]
-                found |= _joined(out.name, dim, leading)
+                found |= self._joined(out.name, dim)
             elif part is not None and out.everywhere and out.dim is not None:
                 each = found[out.name].shape[out.dim] // sum(self.shares)
                 first, count = each * sum(self.shares[:part]), each * self.shares[part]
                 found[out.name] = found[out.name].narrow(out.dim, first, count)
         return found
+
+    def _joined(self, name: str, dim: int | None) -> dict[str, torch.Tensor]:
+        """An output as the whole batch's, from the ranks that made it, by its name."""
+        mesh, count = self.program.plan.mesh, self.program.plan.microbatches
+        pairs = [(rank, result.outputs.get(name)) for rank, result in enumerate(self.results) if mesh.leads(rank)]
+        made = {rank: tensor for rank, tensor in pairs if tensor is not None}
+        if not made:
+            return {}
+        if dim is None or len(made) == 1:
+            return {name: next(iter(made.values()))}
+        spans = [mesh.spans(rank, self.shares, count) for rank in made]
+        return {name: in_order([*made.values()], spans, dim)}
 
     @property
     def passed_through(self) -> dict[str, str]:
@@ -158,11 +169,3 @@ def gradients(
         pairs += [(parameters[name], found[name]) for name in names if name in found]
         delivered.update(names)
     return pairs
-
-
-def _joined(name: str, dim: int | None, outputs: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """An output as the whole batch's, from the ranks that made it, by its name."""
-    found = [mine[name] for mine in outputs if mine.get(name) is not None]
-    if not found:
-        return {}
-    return {name: found[0] if dim is None or len(found) == 1 else torch.cat(found, dim=dim)}

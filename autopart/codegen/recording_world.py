@@ -18,6 +18,7 @@ from autopart.codegen.parsed import executing
 from autopart.codegen.recording_batch import RecordingBatch
 from autopart.codegen.shapes import Shape, Spec, joined, shown
 from autopart.ir.action import Action, Kind
+from autopart.ir.dealing import How
 from autopart.ir.state import State, Unit, Units, names_of
 
 
@@ -30,7 +31,8 @@ class Event:
     accumulated or brought together; `axis` and `stages` say who takes part; `line` is the line of the text; `buffers`
     are those that are updated or made one; `exchange` is a collective on values inside a body. A collective that moves
     several units is an event for each of them, which are `together`. `version` is that of the weights which an action
-    of a loop uses, or which a step of the optimizer makes; `delay` the steps that it makes up for.
+    of a loop uses, or which a step of the optimizer makes; `delay` the steps that it makes up for. `deal` says how what
+    is sent or received is dealt between stages of unlike width.
     """
 
     call: str
@@ -46,6 +48,7 @@ class Event:
     exchange: Exchange | None = None
     version: int = -1
     delay: int = 0
+    deal: tuple[How, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +93,9 @@ class RecordingWorld:
     """Takes the place of a rank's world; `events` is what it saw. `shares` are the samples of each data rank, `part`
     is this one's place among them.
 
-    `places` are the places on axes that split the tensors inside segments.
+    `places` are the places on axes that split the tensors inside segments. Where pipeline ranks differ in width,
+    `widths` has by stage the samples of each of its data ranks, and `part` is this one's place among those of its own
+    stages.
     """
 
     state: State
@@ -99,6 +104,7 @@ class RecordingWorld:
     buffers: Mapping[str, Spec]
     places: Mapping[str, int] = field(default_factory=dict)
     tangents: Mapping[str, Spec] = field(default_factory=dict)  # the gradients of outputs that the step is sent
+    widths: Mapping[int, Sequence[int]] = field(default_factory=dict)
     events: list[Event] = field(default_factory=list)
     calls: list[Call] = field(default_factory=list)
     stores: list[RecordingStore] = field(default_factory=list)
@@ -232,13 +238,19 @@ class RecordingWorld:
         self._buffers(names)
         self._add("broadcast_buffers", axis="pp", stages=(stage,), buffers=names)
 
-    def send(self, values: Sequence[Spec], *, stage: int, to: int, microbatch: int) -> None:
+    def send(self, values: Sequence[Spec], *, stage: int, to: int, microbatch: int, deal: Sequence[How] = ()) -> None:
         """Send an edge's values."""
         self._own(values, microbatch)
-        self._add("send", Action(Kind.SEND, stage, microbatch, peer=to), what=tuple(values))
+        self._add("send", Action(Kind.SEND, stage, microbatch, peer=to), what=tuple(values), deal=tuple(deal))
 
     def recv(
-        self, like: Sequence[tuple[Shape, torch.dtype]], *, stage: int, source: int, microbatch: int
+        self,
+        like: Sequence[tuple[Shape, torch.dtype]],
+        *,
+        stage: int,
+        source: int,
+        microbatch: int,
+        deal: Sequence[How] = (),
     ) -> tuple[Spec, ...]:
         """Receive an edge's values."""
         self._own([size for shape, _ in like for size in shape], microbatch)
@@ -246,7 +258,7 @@ class RecordingWorld:
             Spec(tuple(map(int, shape)), dtype, microbatch, source=("edge", f"{source} {stage} {i}"))
             for i, (shape, dtype) in enumerate(like)
         )
-        self._add("recv", Action(Kind.RECV, stage, microbatch, peer=source), what=specs)
+        self._add("recv", Action(Kind.RECV, stage, microbatch, peer=source), what=specs, deal=tuple(deal))
         return specs
 
     def total(self, parts: Sequence[Spec], *, shape: Shape, dtype: torch.dtype) -> Spec:
@@ -276,13 +288,14 @@ class RecordingWorld:
         like: Callable[[int], tuple[Shape, torch.dtype]],
     ) -> Spec:
         """An output brought to every rank from the data ranks of its stage."""
-        shares = [Spec(*like(share)) for share in self.shares]
-        expected = shares[self.part]
-        mine = expected if parts is None else self.joined(parts, dim=dim)
-        if mine != expected:
-            raise TypeError(f"an output of shape {shown([mine])} goes to ranks that expect {shown([expected])}")
+        shares = [Spec(*like(share)) for share in self.widths.get(stage, self.shares)]
+        mine = None if parts is None else self.joined(parts, dim=dim)
+        if mine is not None and mine != shares[self.part]:
+            raise TypeError(
+                f"an output of shape {shown([mine])} goes to ranks that expect {shown([shares[self.part]])}"
+            )
         self._add("everywhere", what=tuple(shares), axis="world", stages=(stage,))
-        return replace(joined(shares, dim), parts=mine.parts)
+        return replace(joined(shares, dim), parts=() if mine is None else mine.parts)
 
     def line(self) -> int:
         """The line of the text that is being executed, the innermost."""

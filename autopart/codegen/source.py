@@ -35,7 +35,7 @@ def sources(places: Sequence[Staged], scheduled: Scheduled, plan: Plan) -> Itera
 
 def code(staged: Staged, scheduled: Scheduled, plan: Plan, column: int) -> str:
     """What follows the header in the source of the ranks at place `column` on pp."""
-    degree, held = plan.mesh.degree("dp"), stages_of(scheduled.schedule.place, column)
+    degree, held = plan.mesh.width(column), stages_of(scheduled.schedule.place, column)
     homes = staged.state.homes()
     layouts = {s: [layout(x, staged.segmented, homes, staged.kinds(s)) for x in staged.stages[s]] for s in held}
     text = bodies(item for s in held for item in layouts[s])
@@ -81,13 +81,18 @@ def _header(staged: Staged, scheduled: Scheduled, plan: Plan, rank: int, held: S
         "b is the number of samples in the microbatch at hand, B in the whole batch.",
         *(["Samples compute together: every rank is given all, and dp splits them inside layers."] * plan.mesh.coupled),
         *(["Each data rank is given its own samples."] if plan.inputs == "local" else []),
+        *(
+            ["Each microbatch is cut over the data ranks of a stage, of which stages have unlike numbers."]
+            if plan.mesh.widths
+            else []
+        ),
         '"""',
         "",
         "import torch",
         "",
         "aten = torch.ops.aten",
         "",
-        f"RANK, MESH = {rank}, {dict(plan.mesh.axes)!r}",
+        f"RANK, MESH = {rank}, {plan.mesh.sizes!r}",
         f"PLACE = {schedule.place}  # the pp rank of each stage",
         f"MICROBATCHES = {plan.microbatches}",
         'DEVICE = torch.device("cpu")  # the world\'s device when the program runs',

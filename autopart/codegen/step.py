@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from autopart.codegen.bodies import SUFFIX
-from autopart.codegen.functions import call, indented
+from autopart.codegen.functions import call, indented, tuple_of
 from autopart.codegen.parsed import PROLOGUE
 from autopart.codegen.roll import Loop, periodic, template
 from autopart.codegen.stages import (
@@ -21,6 +21,7 @@ from autopart.codegen.stages import (
     takes_tangents,
 )
 from autopart.ir.action import Action, Kind, Scheduled, stages_of
+from autopart.ir.dealing import How
 from autopart.ir.graph import Output, Size, Value
 from autopart.ir.staged import Staged, averaged
 
@@ -193,14 +194,26 @@ def action_lines(staged: Staged, action: Action, k: str) -> list[str]:
 
 def send(staged: Staged, stage: int, to: int, k: str) -> str:
     """The line by which a stage sends what it has for another one in microbatch `k`."""
-    return f"world.send({edge_name(staged, stage, to)}.pop({k}), stage={stage}, to={to}, microbatch={k})"
+    dealt = _dealt(staged, stage, to)
+    return f"world.send({edge_name(staged, stage, to)}.pop({k}), stage={stage}, to={to}, microbatch={k}{dealt})"
 
 
 def receive(staged: Staged, source: int, stage: int, k: str, batch: str = "batch") -> str:
     """The line by which a stage receives what another one has for it in microbatch `k`, of `batch`."""
     like = f"edge_{staged.home(source)}_{stage}({batch}.sizes[{k}])"
     edge = edge_name(staged, source, stage)
-    return f"{edge}[{k}] = world.recv({like}, stage={stage}, source={source}, microbatch={k})"
+    dealt = _dealt(staged, source, stage)
+    return f"{edge}[{k}] = world.recv({like}, stage={stage}, source={source}, microbatch={k}{dealt})"
+
+
+def _dealt(staged: Staged, source: int, target: int) -> str:
+    """How the values of an edge are dealt, where the stages differ in width: a dim of samples each, or what else."""
+    deal = staged.deal(source, target)
+    return f", deal={tuple_of(map(_quoted, deal))}" if deal else ""
+
+
+def _quoted(how: How) -> str:
+    return f'"{how}"' if isinstance(how, str) else str(how)
 
 
 def computed(staged: Staged, stage: int, kind: Kind, k: str) -> list[str]:

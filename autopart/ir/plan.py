@@ -16,7 +16,7 @@ from autopart.ir.placement import Placement
 from autopart.ir.state import BUCKET
 from autopart.ir.tensor_plan import TensorPlan
 
-VERSION = 5
+VERSION = 6
 
 OUTPUT = "<output layer>"
 """Among the cuts of a segmented model: the last segment is the product with the vocabulary and what comes after it."""
@@ -133,7 +133,7 @@ class Plan:
             raise ValueError(f"plan: inputs must be one of {', '.join(INPUTS)}, not {self.inputs!r}")
         if self.precision not in PRECISIONS:
             raise ValueError(f"plan: precision must be None or 'mixed', not {self.precision!r}")
-        if self.microbatches < 1 or min(self.mesh.dealt(self.batch)) < self.microbatches:
+        if self.microbatches < 1 or min(self.mesh.dealt(self.batch)) < self.microbatches * self.mesh.widest:
             raise ValueError(
                 f"plan: a batch of {self.batch} cannot be cut into {self.microbatches} microbatches on each data rank "
                 f"of {self.mesh}"
@@ -237,7 +237,10 @@ class Plan:
     @property
     def largest(self) -> int:
         """The samples of the largest microbatch of the plan's batch."""
-        return pieces(max(self.mesh.dealt(self.batch)), self.microbatches)[0]
+        spans = (
+            self.mesh.spans(rank, self.mesh.dealt(self.batch), self.microbatches) for rank in range(self.mesh.size)
+        )
+        return max(count for each in spans for _, count in each)
 
     def fits(self, shares: Sequence[int] | None = None) -> bool:
         """Whether each microbatch can be split over the places inside segments as the plan has it.
@@ -340,4 +343,4 @@ def around(name: str) -> tuple[str, ...]:
 
 def stage_ranks(mesh: Mesh, column: int) -> tuple[int, ...]:
     """The ranks of a mesh that hold the stages of pp rank `column`."""
-    return tuple(rank for rank in range(mesh.size) if mesh.coordinate(rank).get("pp", 0) == column)
+    return mesh.column(column)

@@ -16,16 +16,18 @@ class Sharded:
     `between` has those that pass between segments, by name in the whole graph; ``inside[i]`` those of body i, by
     local name, forward and backward. Microbatches are the same split in time, so the placements say how they join,
     too. Where tensors are split inside segments, it is the whole step that was judged: nothing is said of the bodies.
+    `numbering` are those that number the samples of a microbatch, from 0.
     """
 
     segmented: Segmented
     axis: str
     between: Mapping[str, TensorPlacement]
     inside: tuple[Mapping[str, TensorPlacement], ...]
+    numbering: frozenset[str] = frozenset()
 
     def of(self, segmented: Segmented) -> Sharded:
         """The same placements between the segments of what one place of an axis inside segments runs."""
-        return Sharded(segmented, self.axis, self.between, ({},) * len(segmented.bodies))
+        return Sharded(segmented, self.axis, self.between, ({},) * len(segmented.bodies), self.numbering)
 
     def __str__(self) -> str:
         """A line a value that passes between segments."""

@@ -6,6 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from autopart.ir.action import Kind
+from autopart.ir.dealing import How
 from autopart.ir.graph import Value
 from autopart.ir.segmented import Phase, Segment, Segmented
 from autopart.ir.sharded import Sharded
@@ -14,11 +15,15 @@ from autopart.ir.state import State, Unit, used_units
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """The values that stage `source` hands to `target` for each microbatch, all activations or all gradients."""
+    """The values that stage `source` hands to `target` for each microbatch, all activations or all gradients.
+
+    `deal` says how each is dealt among the data ranks, where the two stages differ in their number.
+    """
 
     source: int
     target: int
     values: tuple[Value, ...]
+    deal: tuple[How, ...] = ()
 
     def nbytes(self, batch: int) -> int:
         """The bytes sent for a microbatch of `batch` samples."""
@@ -180,6 +185,10 @@ class Staged:
         targets = [target for segment in self.stages[stage] for target in segment.updates]
         values = {value.name: value for value in captured.values()} if targets else {}
         return tuple((target, values[made[target]]) for target in targets)
+
+    def deal(self, source: int, target: int) -> tuple[How, ...]:
+        """How the values are dealt that a stage hands to one of another width; empty for one of the same."""
+        return next((e.deal for e in self.edges if (e.source, e.target) == (source, target)), ())
 
     def into(self, stage: int, *, forward: bool) -> tuple[Edge, ...]:
         """The edges that end at a stage, in order of their source; from the front, not from copies of it elsewhere."""

@@ -21,7 +21,6 @@ from autopart.errors import VerificationError
 from autopart.ir.action import COMPUTE, Scheduled
 from autopart.ir.captured import Captured
 from autopart.ir.graph import Value
-from autopart.ir.mesh import pieces
 from autopart.ir.plan import Plan
 from autopart.ir.program import Program, RankProgram
 from autopart.ir.staged import Staged
@@ -47,7 +46,8 @@ def emit(
     assert all(kind in staged.kinds(stage) for stage, kind in computed), "backwards are cut as the schedule has them"
     bodies = bodies or Bodies()
     ranks, places = [], (staged, *others)
-    planned = [with_collectives(each, scheduled, mesh.degree("dp")) for each in places]
+    widths = tuple(map(mesh.width, range(mesh.degree("pp"))))
+    planned = [with_collectives(each, scheduled, widths) for each in places]
     for rank, text in enumerate(sources(tuple(map(reuse, places)), scheduled, plan)):
         place = plan.place_inside(rank)
         actions = observe(text, rank, captured, places[place].state, plan, plan.batch, bodies).actions
@@ -65,8 +65,8 @@ def observe(
     text: str, rank: int, captured: Captured, state: State, plan: Plan, batch: int, bodies: Bodies
 ) -> Recording:
     """What one rank's text does for a whole batch of `batch` samples."""
-    shares, part = plan.mesh.dealt(batch), plan.mesh.part(rank)
-    mine = pieces(shares[part], plan.microbatches)
+    mesh, shares = plan.mesh, plan.mesh.dealt(batch)
+    mine = _sizes(plan, rank, shares)
     # Data ranks run the same text but for its first line and their number.
     inside = plan.place_inside(rank)
     alike = (_RANK.sub("", text.partition("\n")[2]), mine, batch, inside)
@@ -90,12 +90,22 @@ def observe(
     draws = {item.target: _spec(item.value, batch) for item in captured.of_kind("random")}
     places = plan.places_inside(rank)
     given = RecordingBatch(inputs, mine, batch, draws, local=len(shares) > 1 and plan.inputs == "local")
-    world = RecordingWorld(state, shares, part, buffers, places, tangents)
+    part = mesh.coordinate(rank)["dp"] if mesh.widths else mesh.part(rank)
+    widths = {
+        stage: [sum(_sizes(plan, other, shares)) for other in mesh.column(column)]
+        for stage, column in enumerate(plan.place if mesh.widths else ())
+    }
+    world = RecordingWorld(state, shares, part, buffers, places, tangents, widths)
     if captured.training and overlaps(plan.schedule):
         given = RecordingBatches(given, stream_of(plan).shown)
         world = RecordingLoop(state, shares, part, buffers, places)
     seen = bodies.recordings[alike] = record(text, f"<rank {rank}>", world, given, bodies)
     return seen
+
+
+def _sizes(plan: Plan, rank: int, shares: Sequence[int]) -> tuple[int, ...]:
+    """The samples of each microbatch of a rank."""
+    return tuple(count for _, count in plan.mesh.spans(rank, shares, plan.microbatches))
 
 
 def _spec(value: Value, batch: int) -> Spec:

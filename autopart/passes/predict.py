@@ -16,9 +16,10 @@ import torch
 from autopart.codegen.exchange import exchanges
 from autopart.codegen.moves import Bucket, Moves, moves
 from autopart.codegen.stages import reads_prologue
-from autopart.codegen.step import outputs
+from autopart.codegen.step import makers, outputs
 from autopart.ir.action import COMPLETES, COMPUTE, Action, Kind, Scheduled, Weights, stages_of
 from autopart.ir.cost import optimizer_bytes
+from autopart.ir.dealing import sent
 from autopart.ir.mesh import Mesh, pieces
 from autopart.ir.plan import Plan, StageMemory
 from autopart.ir.staged import Staged, averaged
@@ -80,30 +81,37 @@ def predict_traffic(
 
 def _of_place(staged: Staged, scheduled: Scheduled, plan: Plan, shares: Shares, ranks: Sequence[int]) -> Iterator[Sent]:
     """Bytes that each of these ranks sends, which all run their part of one step."""
-    mesh, degree, places = plan.mesh, plan.mesh.degree("dp"), scheduled.schedule.place
-    rows = with_collectives(staged, scheduled, degree)
+    mesh, places = plan.mesh, scheduled.schedule.place
+    widths = [mesh.width(column) for column in range(len(scheduled.table))]
+    rows = with_collectives(staged, scheduled, widths)
     shared = [staged.shared(column) for column in range(len(rows))]
-    wires = {unit.name: unit.wire_bytes(degree) for unit in staged.state.units}
-    at_once = {unit.name for unit in staged.state.units if unit.reduced_at_once(degree)}
-    everywhere = tuple(_outputs(staged, mesh.size, shares))
+    everywhere = tuple(_outputs(staged, plan, shares))
     held = [stages_of(places, column) for column in range(len(rows))]
-    hosted = [_hosted(staged, column, degree, plan.microbatches) for column in range(len(rows))]
+    hosted = [_hosted(staged, column, widths[column], plan.microbatches) for column in range(len(rows))]
     known: dict[object, Sent] = {}
     for rank in ranks:
         here, samples = mesh.coordinate(rank), shares[mesh.part(rank)]
         column = here.get("pp", 0)
+        degree, units = widths[column], staged.state.on(column)
         across = tuple(_across_stages(shared[column], here.get("dp", 0), degree))
-        key = column, samples, across
+        key = column, mesh.widths and rank, samples, across
         if key not in known:
             count = _batches(scheduled, plan)
-            sizes = pieces(samples, plan.microbatches) * count
+            wires = {unit.name: unit.wire_bytes(degree) for unit in units}
+            at_once = {unit.name for unit in units if unit.reduced_at_once(degree)}
+            sizes = pieces(samples, plan.microbatches)
+            if mesh.widths:
+                sizes = tuple(size for _, size in mesh.spans(rank, shares, plan.microbatches))
+            sizes *= count
             actions = [a for a in rows[column] if a.kind is Kind.GATHER or a.unit in at_once]
             calls = [*_each_microbatch(actions, wires, degree), *across, *everywhere]
             calls += _buffers(staged, places, column, mesh.parts)
             calls += _counts(staged, degree) if plan.inputs == "local" and reads_prologue(staged, held[column]) else ()
             calls += _once(staged, scheduled, column, held[column], wires, degree)
             calls += _inside(staged, scheduled.table[column], sizes, mesh) if plan.inside > 1 else ()
-            known[key] = (*_added(_sends(staged, scheduled.table[column], sizes) // count, calls), *hosted[column])
+            send = _sends(staged, scheduled.table[column], sizes) // count
+            send += _dealt(staged, scheduled.table[column], plan, rank, shares) if mesh.widths else 0
+            known[key] = (*_added(send, calls), *hosted[column])
         yield known[key]
 
 
@@ -133,10 +141,27 @@ def _added(send: int, calls: Sequence[tuple[str, int, int, int]]) -> Sent:
 
 
 def _sends(staged: Staged, row: Sequence[Action], sizes: Sequence[int]) -> int:
-    """Bytes from stage to stage; `sizes` are the samples of each microbatch."""
-    edges = {(edge.source, edge.target): edge for edge in staged.edges}
-    sends = [action for action in row if action.kind is Kind.SEND]
+    """Bytes from stage to stage of one width; `sizes` are the samples of each microbatch."""
+    edges = {(edge.source, edge.target): edge for edge in staged.edges if not edge.deal}
+    sends = [action for action in row if action.kind is Kind.SEND and (action.stage, action.peer) in edges]
     return sum(edges[action.stage, action.peer].nbytes(sizes[action.microbatch]) for action in sends)
+
+
+def _dealt(staged: Staged, row: Sequence[Action], plan: Plan, rank: int, shares: Shares) -> int:
+    """Bytes from stage to stage of another width."""
+    mesh, edges = plan.mesh, {(edge.source, edge.target): edge for edge in staged.edges if edge.deal}
+    columns = [[mesh.spans(r, shares, plan.microbatches) for r in mesh.column(c)] for c in range(len(mesh.widths))]
+    place, total = mesh.coordinate(rank)["dp"], 0
+    for action in row:
+        edge = edges.get((action.stage, action.peer)) if action.kind is Kind.SEND else None
+        if edge is not None:
+            ends = (plan.place[stage] for stage in (action.stage, action.peer))
+            here, there = ([spans[action.microbatch] for spans in columns[column]] for column in ends)
+            total += sum(
+                value.nbytes(count if isinstance(how, int) else 1)
+                for _, value, how, (_, count) in sent(edge.values, edge.deal, place, here, there)
+            )
+    return total
 
 
 def _each_microbatch(row: Iterable[Action], wires: Mapping[str, int], degree: int) -> Calls:
@@ -196,15 +221,22 @@ def _buffers(staged: Staged, places: Sequence[int], column: int, parts: int) -> 
                 yield "broadcast", nbytes, len(set(places)), 1
 
 
-def _outputs(staged: Staged, ranks: int, shares: Shares) -> Calls:
+def _outputs(staged: Staged, plan: Plan, shares: Shares) -> Calls:
     """What makes outputs whole: sums over the world; broadcasts of every data rank's piece to all ranks."""
+    mesh, ranks = plan.mesh, plan.mesh.size
     returned = outputs(staged)
     values = staged.segmented.handed_on({out.name for out in returned})
     for out in returned:
         if out.partial:
             yield "all_reduce", values[out.name].nbytes(1), ranks, 1
         elif out.everywhere:
-            for samples in shares if out.dim is not None else shares[:1]:
+            taken = shares
+            if mesh.widths:
+                spans = (
+                    mesh.spans(r, shares, plan.microbatches) for r in mesh.column(plan.place[makers(staged, out)[0]])
+                )
+                taken = [sum(count for _, count in each) for each in spans]
+            for samples in taken if out.dim is not None else taken[:1]:
                 yield "broadcast", values[out.name].nbytes(samples), ranks, 1
 
 
@@ -223,14 +255,22 @@ def predict_memory(
     gradients on their way to become parts, and the activations that a backward recomputes.
     """
     shares = shares or plan.mesh.dealt(plan.batch)
-    samples = max(shares) if part is None else shares[0 if plan.mesh.coupled else part]
-    columns = range(len(scheduled.table))
-    held = [_rank_memory(staged, scheduled, plan, column, part or 0, samples) for column in columns]
+    mesh, held = plan.mesh, []
+    for column in range(len(scheduled.table)):
+        if mesh.widths:  # the first data rank has the largest pieces
+            spans = mesh.spans(mesh.rank({"pp": column, "dp": part or 0}), shares, plan.microbatches)
+            sizes = tuple(count for _, count in spans)
+        else:
+            samples = max(shares) if part is None else shares[0 if mesh.coupled else part]
+            sizes = pieces(samples, plan.microbatches)
+        held.append(_rank_memory(staged, scheduled, plan, column, part or 0, sizes))
     return tuple(held[column] for column in plan.place)
 
 
-def _rank_memory(staged: Staged, scheduled: Scheduled, plan: Plan, column: int, part: int, samples: int) -> StageMemory:
-    degree, stages = plan.mesh.degree("dp"), stages_of(scheduled.schedule.place, column)
+def _rank_memory(
+    staged: Staged, scheduled: Scheduled, plan: Plan, column: int, part: int, sizes: tuple[int, ...]
+) -> StageMemory:
+    degree, stages = plan.mesh.width(column), stages_of(scheduled.schedule.place, column)
     units = staged.state.on(column)
 
     def held(unit: Unit, in_parts: bool) -> int:
@@ -250,14 +290,15 @@ def _rank_memory(staged: Staged, scheduled: Scheduled, plan: Plan, column: int, 
     def on(state: str, *, host: bool) -> int:
         return sum(n for n, u in zip(states[state], trained, strict=True) if (state in u.modes.on_host) is host)
 
-    sizes = pieces(samples, plan.microbatches) * _batches(scheduled, plan)
+    whole = (degree if plan.mesh.widths else plan.mesh.parts) * plan.microbatches == 1
+    sizes = sizes * _batches(scheduled, plan)
     numbers = {segment.body for stage in stages for segment in staged.stages[stage]}
     again = [recomputed(staged.segmented.bodies[number]) for number in numbers]
     return StageMemory(
         parameters=sum(held(unit, unit.gathered(degree)) for unit in units) + updated * _older(scheduled, plan, column),
         optimizer=on("optimizer", host=False),
         gradients=on("gradients", host=False),
-        activations=peak_activations(staged, scheduled, column, sizes, whole=plan.mesh.parts * plan.microbatches == 1),
+        activations=peak_activations(staged, scheduled, column, sizes, whole=whole),
         transient=_transient(staged, scheduled, column, degree)
         + _padding(_completed(staged, scheduled, stages, degree), degree)
         + max((sum(value.nbytes(max(sizes)) for value in values) for values in again), default=0),

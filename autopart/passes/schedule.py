@@ -151,20 +151,22 @@ def forwards_first(plan: Plan) -> Plan:
     return replace(plan, schedule=name or str(placed.forwards_first(plan.place, plan.microbatches)))
 
 
-def with_collectives(staged: Staged, scheduled: Scheduled, degree: int) -> tuple[tuple[Action, ...], ...]:
-    """Each pp rank's row with every GATHER and REDUCE where the program performs it (`degree` is that of dp).
+def with_collectives(staged: Staged, scheduled: Scheduled, widths: Sequence[int]) -> tuple[tuple[Action, ...], ...]:
+    """Each pp rank's row with every GATHER and REDUCE where it performs them; `widths` are the data ranks of each.
 
     Those of a compute action follow it; those of the step as a whole have stage and microbatch -1.
     """
     if scheduled.schedule.weights is not Weights.SYNC:
-        return tuple(tuple(_with_updates(staged, row, degree)) for row in scheduled.table)
+        pairs = zip(scheduled.table, widths, strict=True)
+        return tuple(tuple(_with_updates(staged, row, degree)) for row, degree in pairs)
     rows = []
     completed = [
-        staged.completed(stage, degree, scheduled.unfinished(stage)) for stage in range(scheduled.schedule.stages)
+        staged.completed(stage, widths[column], scheduled.unfinished(stage))
+        for stage, column in enumerate(scheduled.schedule.place)
     ]
     lasts = [scheduled.last_backward(stage) for stage in range(scheduled.schedule.stages)]
     known: dict[tuple[int, Kind, bool], tuple[tuple[Kind, str], ...]] = {}
-    for column, row in enumerate(scheduled.table):
+    for column, (row, degree) in enumerate(zip(scheduled.table, widths, strict=True)):
         units = staged.state.on(column)
         made = [Action(Kind.GATHER, -1, -1, unit=unit.name) for unit in units if unit.updated_in_parts(degree)]
         for action in row:

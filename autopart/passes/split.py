@@ -23,6 +23,7 @@ from autopart.ir.segmented import Segment, Segmented
 from autopart.ir.sharded import Sharded
 from autopart.ir.staged import Edge, Staged
 from autopart.ir.state import Parameter, State, Unit
+from autopart.passes.dealing import check_shared, check_widths, dealt
 from autopart.passes.output_functions import Stages
 from autopart.passes.split_input import split_input
 from autopart.passes.split_output import split_output
@@ -36,8 +37,10 @@ def split(sharded: Sharded, plan: Plan, *, state: State | None = None) -> Staged
     Raises CaptureError if this program uses a parameter on a stage that does not hold it, or a buffer elsewhere than
     where its forwards update it; where the plan has further copies of the model, if a forward updates buffers, or if
     the step makes anything but sums over the batch, of which every copy would have some samples; where the output layer
-    or the input embedding is split over the pipeline ranks, if it cannot be.
+    or the input embedding is split over the pipeline ranks, if it cannot be; where pipeline ranks differ in width, for
+    what cannot be dealt between them (ValueError for what does not go beside that).
     """
+    check_widths(sharded.segmented.captured, plan)
     slices = 1 + max(segment.slice for segment in sharded.segmented.segments)
     sharded, stages, parameters = _divided(sharded, _stages(sharded.segmented, plan, slices), plan)
     segmented, ranks = sharded.segmented, plan.mesh.degree("pp")
@@ -47,12 +50,13 @@ def split(sharded: Sharded, plan: Plan, *, state: State | None = None) -> Staged
     elif segmented.here is not None:
         state = state.having(segmented.pieces())
     _check_holders(stages, state)
+    check_shared(state, plan.mesh)
     _check_buffers(segmented.captured, stages)
     copies = 1 + len(plan.mirrors) * segmented.captured.training
     if copies > 1:
         _check_copies(segmented.captured, plan)
     front, helpers = (plan.front, len(plan.helpers)) if segmented.captured.training else (0, 0)
-    one = _edges(segmented, stages)
+    one = dealt(sharded, plan, _edges(segmented, stages))
     edges = tuple(
         replace(edge, source=edge.source + first, target=edge.target + first)
         for first in range(0, copies * len(stages), len(stages))

@@ -140,7 +140,7 @@ def _checked(
 ) -> tuple[Checked, ...]:
     training, state = program.captured.training, program.state
     texts = [read(program, rank, batch, bodies) for rank in range(len(program.ranks))]
-    sent = transfers(texts)
+    sent = transfers(texts, {(edge.source, edge.target): edge.deal for edge in program.staged.edges if edge.deal})
     # What one rank does wrong by itself is told before what then does not fit between ranks.
     alone = _distinct(texts)
     stored = sum(n * _check_stores(text) for text, n in alone)
@@ -227,13 +227,12 @@ def _check_outputs(
 def _whole(out: Output, value: Value, text: Text, plan: Plan, batch: int) -> tuple[int, ...]:
     """The shape of an output in which microbatches (and data ranks, where each rank gets the whole) are joined."""
     shares = plan.mesh.dealt(batch)
-    mine = text.mesh.part(text.rank)
     if out.partial:
         return value.at(1)
     if out.dim is None:
-        return value.at(pieces(shares[0 if out.everywhere else mine], plan.microbatches)[0])
-    counted = shares if out.everywhere else [shares[mine]]
-    shapes = [value.at(size) for share in counted for size in pieces(share, plan.microbatches)]
+        return value.at(pieces(shares[0], plan.microbatches)[0] if out.everywhere else text.samples[0])
+    every = [size for share in shares for size in pieces(share, plan.microbatches)]
+    shapes = [value.at(size) for size in (every if out.everywhere else text.samples)]
     return (*shapes[0][: out.dim], sum(shape[out.dim] for shape in shapes), *shapes[0][out.dim + 1 :])
 
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise, zip_longest
 from typing import TYPE_CHECKING, TypeAlias
 
 from autopart.codegen.recording_world import Event
-from autopart.codegen.shapes import shown
+from autopart.codegen.shapes import Spec, shown
 from autopart.collectives import SCHEMAS
 from autopart.errors import VerificationError
 from autopart.ir.action import COMPUTE, Kind
+from autopart.ir.dealing import EQUAL, SUM, How, part_of, received, sent
 from autopart.passes.verify_texts import Text, fault, told
 from autopart.schedules.progress import check
 
@@ -30,18 +32,28 @@ VALUES = frozenset({f"{name}_values" for name in SCHEMAS})
 COLLECTIVES = BUFFERS | PARAMETERS | VALUES | {"summed", "total", "everywhere"}
 
 
-def transfers(texts: Sequence[Text]) -> list[Meeting]:
-    """Every send with its receive. Raises VerificationError where the k-th of a channel are not of the same values."""
-    sends: dict[tuple[int, int], list[Position]] = defaultdict(list)
-    receives: dict[tuple[int, int], list[Position]] = defaultdict(list)
+Half = tuple[Position, tuple[Spec | None, ...]]
+"""One side of a transfer: where it is, and the shapes that it sends, or expects."""
+
+Deals = Mapping[tuple[int, int], tuple[How, ...]]
+"""How the values of each edge are dealt, by its stages."""
+
+
+def transfers(texts: Sequence[Text], deals: Deals) -> list[Meeting]:
+    """Every send with its receive. Raises VerificationError where the k-th of a channel are not of the same values.
+
+    `deals` are the edges between stages of unlike width: what is sent there has a receive on each rank that it is for.
+    """
+    sends: dict[tuple[int, int], list[Half]] = defaultdict(list)
+    receives: dict[tuple[int, int], list[Half]] = defaultdict(list)
     for text in texts:
         for number, event in enumerate(text.events):
             if event.call in ("send", "recv"):
-                peer = _peer(text, event)
-                if event.call == "send":
-                    sends[text.rank, peer].append((text.rank, number))
-                else:
-                    receives[peer, text.rank].append((text.rank, number))
+                for peer, what in _halves(text, event, deals):
+                    channel, halves = (
+                        ((text.rank, peer), sends) if event.call == "send" else ((peer, text.rank), receives)
+                    )
+                    halves[channel].append(((text.rank, number), what))
     made = []
     for channel in sorted(sends.keys() | receives.keys()):
         for send, receive in zip_longest(sends[channel], receives[channel]):
@@ -49,8 +61,35 @@ def transfers(texts: Sequence[Text]) -> list[Meeting]:
     return made
 
 
-def _peer(text: Text, event: Event) -> int:
-    """The other rank of a transfer."""
+def _halves(text: Text, event: Event, deals: Deals) -> list[tuple[int, tuple[Spec | None, ...]]]:
+    """The ranks that a send, or a receive, is between this one and, each with what passes."""
+    _check_ends(text, event)
+    assert event.action is not None
+    outward, stage, other = event.call == "send", event.action.stage, event.action.peer
+    wanted = deals.get((stage, other) if outward else (other, stage), ())
+    if event.deal != wanted:
+        problem = f"it deals what passes by {event.deal}" if event.deal else "it does not say how what passes is dealt"
+        remedy = f"the graph has deal={wanted}" if wanted else "the stages have as many data ranks: leave deal= out"
+        raise fault("transfers", text.at(event), problem, remedy)
+    if not wanted:
+        return [(text.rank_of(other), event.what)]
+    here, there = (text.spans(each, event.action.microbatch) for each in (stage, other))
+    place, ranks = text.mesh.coordinate(text.rank)["dp"], text.mesh.column(text.place[other])
+    specs = [spec for spec in event.what if spec is not None]
+    if [how for how, spec in zip(wanted, specs, strict=False) if how in (EQUAL, SUM) or len(spec.shape) > int(how)] != [
+        *wanted
+    ]:
+        return [(ranks[0], event.what)]  # which does not fit what the other side has
+    passing = sent(specs, wanted, place, here, there) if outward else received(specs, wanted, place, there, here)
+    found: dict[int, list[Spec | None]] = {}
+    for at, spec, how, (_, count) in passing:
+        part = part_of(spec.shape, how, count, here[place][1])
+        found.setdefault(ranks[at], []).append(replace(spec, shape=part))
+    return [(rank, tuple(specs)) for rank, specs in found.items()]
+
+
+def _check_ends(text: Text, event: Event) -> None:
+    """Raise VerificationError unless a transfer is between a stage of this rank and one of another."""
     assert event.action is not None
     stage, peer = event.action.stage, event.action.peer
     remedy = "name the stages of an edge that leaves or enters this rank"
@@ -58,26 +97,26 @@ def _peer(text: Text, event: Event) -> int:
         raise fault("transfers", text.at(event), f"stage {stage} is not on this rank", remedy)
     if not 0 <= peer < len(text.place) or peer in text.stages:
         raise fault("transfers", text.at(event), f"stage {peer} is not on another rank", remedy)
-    return text.rank_of(peer)
 
 
-def _pair(texts: Sequence[Text], channel: tuple[int, int], send: Position | None, receive: Position | None) -> Meeting:
+def _pair(texts: Sequence[Text], channel: tuple[int, int], send: Half | None, receive: Half | None) -> Meeting:
     """A send and its receive, None where a side has no more."""
     source, target = channel
     remedy = f"the sends of rank {source} to rank {target} and the receives there must be the same, in the same order"
     if send is None or receive is None:
-        one = _event(texts, send or receive)  # type: ignore[arg-type]
+        one = _event(texts, (send or receive)[0])  # type: ignore[index]
         missing = f"rank {target} never receives it" if send else f"rank {source} never sends it"
         raise fault("transfers", texts[source if send else target].at(one), missing, remedy)
-    sent, taken = _event(texts, send), _event(texts, receive)
-    assert sent.action is not None and taken.action is not None
-    a, b = sent.action, taken.action
+    (here, given), (there, wanted) = send, receive
+    one, other = _event(texts, here), _event(texts, there)
+    assert one.action is not None and other.action is not None
+    a, b = one.action, other.action
     if (a.stage, a.peer, a.microbatch) != (b.peer, b.stage, b.microbatch):
-        raise fault("transfers", texts[source].at(sent), f"it meets the receive of {texts[target].at(taken)}", remedy)
-    if sent.what != taken.what:
-        shapes = f"it sends {shown(sent.what)}, but {texts[target].at(taken)} expects {shown(taken.what)}"
-        raise fault("transfers", texts[source].at(sent), shapes, remedy)
-    return send, receive
+        raise fault("transfers", texts[source].at(one), f"it meets the receive of {texts[target].at(other)}", remedy)
+    if given != wanted:
+        shapes = f"it sends {shown(given)}, but {texts[target].at(other)} expects {shown(wanted)}"
+        raise fault("transfers", texts[source].at(one), shapes, remedy)
+    return here, there
 
 
 def collectives(texts: Sequence[Text]) -> list[Meeting]:
@@ -120,7 +159,7 @@ class _Common(dict[int, int]):
 
 
 def _check_group(text: Text, event: Event) -> None:
-    axes = dict(text.mesh.axes)
+    axes = text.mesh.names
     if event.axis != "world" and event.axis not in axes and event.axis not in ("pp", "dp"):
         problem, remedy = f"the mesh has no axis {event.axis!r}", f"name one of {', '.join(axes)}"
         raise fault("collectives", text.at(event), problem, remedy)
@@ -232,6 +271,8 @@ def _check_columns(texts: Sequence[Text]) -> None:
     columns: dict[tuple[tuple[str, int], ...], list[Text]] = defaultdict(list)
     for text in texts:
         where = text.mesh.coordinate(text.rank)
+        if text.mesh.widths and where["dp"]:  # the first of each pipeline rank stand for all: `ends` has the others
+            continue
         columns[tuple(item for item in where.items() if item[0] != "pp")].append(text)
     kinds = COMPUTE | {Kind.SEND, Kind.RECV}
     for rest, column in columns.items():

@@ -12,7 +12,7 @@ from autopart.codegen.recording_world import Event
 from autopart.codegen.shapes import Bodies
 from autopart.errors import VerificationError
 from autopart.ir.action import Action, stages_of
-from autopart.ir.mesh import Mesh, pieces
+from autopart.ir.mesh import Mesh, Span
 from autopart.ir.program import Program, RankProgram
 from autopart.passes.emit import observe
 from autopart.schedules.stream import overlaps, stream_of
@@ -22,7 +22,7 @@ from autopart.schedules.stream import overlaps, stream_of
 class Text:
     """A rank's text and what it did. `place` is the pp rank of each stage, `stages` those that this rank holds.
 
-    `samples` are those of each of its microbatches.
+    `samples` are those of each of its microbatches, of a `batch` of so many.
     """
 
     rank: int
@@ -32,6 +32,7 @@ class Text:
     stages: tuple[int, ...]
     recording: Recording
     samples: tuple[int, ...] = ()
+    batch: int = 0
 
     @property
     def events(self) -> tuple[Event, ...]:
@@ -43,6 +44,11 @@ class Text:
         """The compute actions, in order."""
         return tuple(e.action for e in self.events if e.call == "action" and e.action is not None)
 
+    @property
+    def degree(self) -> int:
+        """The data ranks of this rank's stages."""
+        return self.mesh.width(self.mesh.coordinate(self.rank).get("pp", 0))
+
     def rank_of(self, stage: int) -> int:
         """The rank that holds a stage for the same part of the batch."""
         return self.mesh.rank({**self.mesh.coordinate(self.rank), "pp": self.place[stage]})
@@ -52,8 +58,16 @@ class Text:
         if event.axis == "world":
             return tuple(range(self.mesh.size))
         if event.stages and event.call != "broadcast_buffers":
-            return tuple(sorted({self.rank_of(stage) for stage in event.stages}))
+            place = self.mesh.coordinate(self.rank).get("dp", 0)
+            wide = [stage for stage in event.stages if place < self.mesh.width(self.place[stage])]
+            return tuple(sorted({self.rank_of(stage) for stage in wide}))
         return self.mesh.group(self.rank, event.axis)
+
+    def spans(self, stage: int, microbatch: int) -> tuple[Span, ...]:
+        """The samples of a microbatch that each data rank of a stage has."""
+        shares, count = self.mesh.dealt(self.batch), len(self.samples)
+        column = self.mesh.column(self.place[stage])
+        return tuple(self.mesh.spans(rank, shares, count)[microbatch] for rank in column)
 
     def where(self, line: int) -> str:
         """``line 12: `world.send(...)```."""
@@ -97,17 +111,17 @@ def read(program: Program, rank: int, batch: int, bodies: Bodies) -> Text:
     _check_names(program, rank, recording.names)
     place = tuple(recording.names["PLACE"])
     column = mesh.coordinate(rank).get("pp", 0)
-    samples = pieces(mesh.dealt(batch)[mesh.part(rank)], plan.microbatches)
+    samples = tuple(count for _, count in mesh.spans(rank, mesh.dealt(batch), plan.microbatches))
     if program.captured.training and overlaps(plan.schedule):
         samples *= stream_of(plan).shown
-    return Text(rank, mesh, lines, place, stages_of(place, column), recording, samples)
+    return Text(rank, mesh, lines, place, stages_of(place, column), recording, samples, batch)
 
 
 def _check_names(program: Program, rank: int, names: Mapping[str, object]) -> None:
     plan = program.plan
     staged = program.staged
     place = plan.places(staged.copies, staged.slices, helpers=staged.helpers)
-    expected = {"RANK": rank, "MESH": dict(plan.mesh.axes), "PLACE": place, "MICROBATCHES": plan.microbatches}
+    expected = {"RANK": rank, "MESH": plan.mesh.sizes, "PLACE": place, "MICROBATCHES": plan.microbatches}
     for name, value in expected.items():
         if name not in names:
             raise fault("text", f"rank {rank}", f"the text does not define {name}", f"define it as {value}")

@@ -124,7 +124,7 @@ def _check_halves(text: Text) -> None:
 
 
 def _check_reads(text: Text, needed: Sequence[Needs], state: State) -> None:
-    degree = text.mesh.degree("dp")
+    degree = text.degree
     seen: dict[Action, set[str]] = {}
     for event in text.events:
         if event.call == "action" and event.action is not None:
@@ -182,7 +182,7 @@ def reduces(event: Event) -> bool:
 
 def check_contributions(text: Text, needed: Sequence[Needs], state: State) -> int:
     """Check that each backward adds every gradient that it makes, once; the number of contributions."""
-    degree = text.mesh.degree("dp")
+    degree = text.degree
     found: dict[Action, Counter[str]] = {}
     places: dict[tuple[Action, str], set[int]] = {}
     for event in text.events:
@@ -225,7 +225,7 @@ def _check_reduced(text: Text, unit: Unit, events: Sequence[int], *, trained: bo
 
     `events` are the places of the unit's events in the text's; `here` is whether this rank contributes.
     """
-    degree = text.mesh.degree("dp")
+    degree = text.degree
     added = [i for i in events if contributes(text.events[i])]
     calls = [(i, text.events[i]) for i in events if reduces(text.events[i])]
     for i, event in calls:
@@ -285,7 +285,7 @@ def _check_foreign(text: Text, state: State, held: Sequence[Unit]) -> None:
 
 def _check_regathered(text: Text, unit: Unit, events: Sequence[int]) -> None:
     """Parameters that an optimizer updated in parts are made whole once, before they are first read."""
-    degree = text.mesh.degree("dp")
+    degree = text.degree
     calls = [i for i in events if text.events[i].call == "regather"]
     wanted = int(unit.updated_in_parts(degree))
     if len(calls) != wanted:

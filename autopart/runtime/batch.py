@@ -7,13 +7,14 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 
 from autopart.draws import Draws
-from autopart.ir.mesh import pieces
+from autopart.ir.mesh import Span, spans_of
 
 
 class Batch:
     """Inputs by their path in the call, cut over data ranks, then, as by ``torch.tensor_split``, over microbatches.
 
-    `shares` are the samples of every data rank, `part` is this one's place among them. The inputs hold the whole
+    `shares` are the samples of every part of the batch, `part` is this rank's place among them, and `spans` are the
+    samples that it has in each microbatch: by default those of its part, as they are cut. The inputs hold the whole
     batch, or, where `local`, this data rank's share of it. Microbatches are counted from `first`.
     """
 
@@ -28,13 +29,15 @@ class Batch:
         *,
         local: bool = False,
         first: int = 0,
+        spans: Sequence[Span] = (),
     ) -> None:
-        self.shares, self.samples, self.size = tuple(shares), shares[part], sum(shares)
-        sizes = pieces(self.samples, microbatches)
-        self.sizes = dict(enumerate(sizes, first))
+        self.shares, self.size = tuple(shares), sum(shares)
         self._inputs, self._dims, self._draws = inputs, dims, draws
         before = sum(shares[:part])
-        self._starts = {first + k: before + sum(sizes[:k]) for k in range(microbatches)}
+        spans = spans or spans_of(before, shares[part], microbatches)
+        self.samples = sum(count for _, count in spans)
+        self.sizes = {first + k: count for k, (_, count) in enumerate(spans)}
+        self._starts = {first + k: start for k, (start, _) in enumerate(spans)}
         self._first = before if local else 0  # the sample of the whole batch with which the inputs begin
 
     def input(self, name: str, k: int) -> torch.Tensor:

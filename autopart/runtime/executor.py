@@ -120,6 +120,7 @@ def _world(loaded: Loaded, transport: Transport, states: States, given: Given) -
         namespace["MICROBATCHES"],
         given.draws,
         local=plan.inputs == "local",
+        spans=plan.mesh.spans(loaded.rank, given.shares, namespace["MICROBATCHES"]),
     )
     held, ended = given.hold, given.ended
     return World(transport, plan.mesh, namespace["PLACE"], states, given.buffers, batch, hold=held, ended=ended)

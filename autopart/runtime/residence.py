@@ -41,9 +41,9 @@ class Residence:
         self, model: torch.nn.Module, transport: Transport, mesh: Mesh, state: State, tied: Mapping[str, str]
     ) -> None:
         self.transport, self.mesh, self.state, self.tied = transport, mesh, state, dict(tied)
-        self.degree = mesh.degree("dp")
         self.part = mesh.coordinate(transport.rank).get("dp", 0)
         self.column = mesh.coordinate(transport.rank).get("pp", 0)
+        self.degree = mesh.width(self.column)
         self.parameters = dict(model.named_parameters(remove_duplicate=False))
         self.whole: dict[str, torch.Tensor] = {}
         self.trained = {name: parameter.requires_grad for name, parameter in self.parameters.items()}
@@ -68,11 +68,12 @@ class Residence:
 
     def _groups(self) -> list[tuple[int, ...]]:
         """Every group that programs over this state use, in one order on every rank."""
-        groups = [self.mesh.group(rank, axis) for axis, _ in self.mesh.axes for rank in self.everyone]
+        groups = [self.mesh.group(rank, axis) for axis in self.mesh.names for rank in self.everyone]
         for columns in dict.fromkeys(unit.columns for unit in self.state.units if len(unit.columns) > 1):
             for rank in self.everyone:
                 place = self.mesh.coordinate(rank)
-                groups.append(tuple(sorted(self.mesh.rank({**place, "pp": column}) for column in columns)))
+                if place.get("dp", 0) < self.mesh.width(columns[0]):  # columns that share a unit are of one width
+                    groups.append(tuple(sorted(self.mesh.rank({**place, "pp": column}) for column in columns)))
         return [group for group in dict.fromkeys(groups) if len(group) > 1]
 
     def _check_pieces(self) -> None:
@@ -197,7 +198,7 @@ class Residence:
         unit, parameter = self._homes[name]
         if parameter.pieces:
             return Spread.PIECES
-        if unit.held_in_parts(self.degree):
+        if unit.held_in_parts(self.mesh.width(unit.columns[0])):
             return Spread.PARTS
         return Spread.WHOLE if set(range(self.mesh.degree("pp"))) <= set(unit.columns) else Spread.SOMEWHERE
 

@@ -26,7 +26,7 @@ class States:
     ) -> None:
         """From this rank's `parts` by parameter name, and the `whole` parameters that it keeps beside them."""
         self.mesh, self.rank = mesh, rank
-        self.degree = mesh.degree("dp")
+        self.degree = mesh.width(mesh.coordinate(rank).get("pp", 0))
         self.part = mesh.coordinate(rank).get("dp", 0)
         self.units = {unit.name: unit for unit in held(state, mesh, rank)}
         self.gradients: dict[str, list[torch.Tensor | None]] = {}
@@ -44,11 +44,10 @@ class States:
 
         A piece of several runs is a copy: the optimizer of such a process updates the whole.
         """
-        part, units = mesh.coordinate(rank).get("dp", 0), held(state, mesh, rank)
+        at, units = mesh.coordinate(rank), held(state, mesh, rank)
+        part, parts_of = at.get("dp", 0), mesh.width(at.get("pp", 0))
         here = {p.target: p.piece_of(whole[p.name]) for unit in units for p in unit.parameters}
-        parts = {
-            p.target: cut(unit, p, here[p.target], part, mesh.degree("dp")) for unit in units for p in unit.parameters
-        }
+        parts = {p.target: cut(unit, p, here[p.target], part, parts_of) for unit in units for p in unit.parameters}
         return cls(state, mesh, rank, parts, here)
 
     def packed(self, units: Sequence[Unit]) -> torch.Tensor:
@@ -167,17 +166,19 @@ def held(state: State, mesh: Mesh, rank: int) -> tuple[Unit, ...]:
 
 def elements(unit: Unit, parameter: Parameter, mesh: Mesh, rank: int) -> Elements:
     """What the user's Parameter has on a rank, of which `parameter` is the one in `unit`."""
-    if mesh.coordinate(rank).get("pp", 0) not in unit.columns:
+    here = mesh.coordinate(rank)
+    column = here.get("pp", 0)
+    if column not in unit.columns:
         return parameter.elements.cut(0, 0, 0)
-    if not unit.held_in_parts(mesh.degree("dp")):
+    if not unit.held_in_parts(mesh.width(column)):
         return parameter.elements
-    return parameter.elements.cut(0, *parameter.rows(mesh.coordinate(rank).get("dp", 0), mesh.degree("dp")))
+    return parameter.elements.cut(0, *parameter.rows(here.get("dp", 0), mesh.width(column)))
 
 
 def counts(unit: Unit, parameter: Parameter, mesh: Mesh, rank: int) -> bool:
     """Whether what a rank has stands for itself in the world: each element does on the first rank that has it."""
     apart = {piece.axis for piece in parameter.pieces}
-    if unit.held_in_parts(mesh.degree("dp")):
+    if unit.held_in_parts(mesh.width(unit.columns[0])):
         apart.add("dp")
     home = {"pp": unit.columns[0]}
     return all(place == home.get(axis, 0) for axis, place in mesh.coordinate(rank).items() if axis not in apart)

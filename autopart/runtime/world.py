@@ -13,10 +13,12 @@ import torch
 
 from autopart.errors import AutopartError, RankFailure
 from autopart.ir.action import Kind
-from autopart.ir.mesh import Mesh
+from autopart.ir.dealing import How
+from autopart.ir.mesh import Mesh, Span
 from autopart.ir.state import Units, names_of
 from autopart.runtime.batch import Batch
 from autopart.runtime.buffers import Buffers
+from autopart.runtime.dealing import in_order, incoming, outgoing
 from autopart.runtime.flat import flat, unflat
 from autopart.runtime.measure import Log, Memory, Store
 from autopart.runtime.states import States
@@ -263,19 +265,54 @@ class World(ValueCollectives):
 
     # Stage to stage
 
-    def send(self, values: Sequence[torch.Tensor], *, stage: int, to: int, microbatch: int) -> None:
-        """Post an edge's values to the rank of stage `to`; never blocks."""
+    def send(
+        self, values: Sequence[torch.Tensor], *, stage: int, to: int, microbatch: int, deal: Sequence[How] = ()
+    ) -> None:
+        """Post an edge's values to the rank of stage `to`; never blocks.
+
+        Where that stage has another number of data ranks, `deal` says how each value is dealt to them.
+        """
+        if deal:
+            here, there = self._spans(stage, microbatch), self._spans(to, microbatch)
+            ranks = self.mesh.column(self.place[to])
+            for peer, part in outgoing(values, deal, self.here["dp"], here, there):
+                self.transport.send(part, ranks[peer])
+            return
         for value in values:
             self.transport.send(value.contiguous(), self._rank_of(to))
 
     def recv(
-        self, like: Sequence[tuple[tuple[int, ...], torch.dtype]], *, stage: int, source: int, microbatch: int
+        self,
+        like: Sequence[tuple[tuple[int, ...], torch.dtype]],
+        *,
+        stage: int,
+        source: int,
+        microbatch: int,
+        deal: Sequence[How] = (),
     ) -> Sequence[torch.Tensor]:
-        """Begin to receive an edge's values from the rank of stage `source`; the action that needs them waits."""
-        begun = [self.transport.begin_recv(shape, dtype, self._rank_of(source)) for shape, dtype in like]
+        """Begin to receive an edge's values from the rank of stage `source`; the action that needs them waits.
+
+        Where that stage has another number of data ranks, `deal` says how each value is dealt by them.
+        """
+        if deal:
+            there, here = self._spans(source, microbatch), self._spans(stage, microbatch)
+            ranks, transport = self.mesh.column(self.place[source]), self.transport
+
+            def begin(shape: tuple[int, ...], dtype: torch.dtype, peer: int) -> Pending[torch.Tensor]:
+                return transport.begin_recv(shape, dtype, ranks[peer])
+
+            begun = incoming(like, deal, self.here["dp"], there, here, begin, transport.device)
+        else:
+            begun = [self.transport.begin_recv(shape, dtype, self._rank_of(source)) for shape, dtype in like]
         arriving = Arriving(begun, sum(math.prod(shape) * dtype.itemsize for shape, dtype in like))
         self._arriving.setdefault((stage, microbatch, source < stage), []).append(arriving)
         return arriving
+
+    def _spans(self, stage: int, microbatch: int) -> tuple[Span, ...]:
+        """The samples of a microbatch that each data rank of a stage has."""
+        count = len(self.batch.sizes)
+        ranks = self.mesh.column(self.place[stage])
+        return tuple(self.mesh.spans(rank, self.batch.shares, count)[microbatch] for rank in ranks)
 
     # Outputs
 
@@ -308,18 +345,20 @@ class World(ValueCollectives):
         """The whole output on every rank: the data ranks of its stage broadcast their pieces, joined along `dim`."""
         self.end()
         mine = self.joined(parts, dim=dim) if parts is not None else None
-        degree = self.mesh.parts
+        column, count = self.place[stage], len(self.batch.sizes)
+        degree = self.mesh.width(column) if self.mesh.widths else self.mesh.parts
+        sources = [self.mesh.rank({"pp": column, "dp": part}) for part in range(degree if dim is not None else 1)]
+        spans = [self.mesh.spans(source, self.batch.shares, count) for source in sources]
         received = []
-        for part in range(degree if dim is not None else 1):
-            source = self.mesh.rank({"pp": self.place[stage], "dp": part})
-            shape, dtype = like(self.batch.shares[part])
+        for source, own in zip(sources, spans, strict=True):
+            shape, dtype = like(sum(samples for _, samples in own))
             piece = mine.contiguous() if mine is not None and source == self.transport.rank else None
             if piece is None:
                 piece = torch.empty(shape, dtype=dtype, device=self.transport.device)
             self.transport.broadcast(piece, source, tuple(range(self.mesh.size)))
             received.append(piece)
         # one that is not joined may be what a backward reads: the caller gets a copy
-        return torch.cat(received, dim=dim) if dim is not None else received[0].clone()
+        return in_order(received, spans, dim) if dim is not None else received[0].clone()
 
     # Who takes part
 

@@ -37,11 +37,14 @@ def linked(cluster: Cluster, mesh: Mesh, axis: str) -> Cluster:
 
     Where each group lies in one node, those are the node's. Else the ring of a group goes from node to node as often
     side by side as it has ranks in a node, since each has a link of its own there: it has as much bandwidth as those
-    together, up to that of the node's links. A cluster of unlike parts is as it is: its slowest link counts.
+    together, up to that of the node's links. A cluster of unlike parts is as it is: its slowest link counts; so does
+    one of several nodes where pipeline ranks differ in width.
     """
-    (first, *others), size = cluster.groups, mesh.degree(axis)
+    (first, *others), size = cluster.groups, mesh.data if axis == "dp" else mesh.degree(axis)
     if others or cluster.joints or first.nodes == 1 or size == 1:
         return cluster
+    if mesh.widths:  # which ranks of a pipeline rank share a node depends on those before it
+        return replace(cluster, groups=(replace(first, nodes=1),)) if mesh.size <= first.per_node else cluster
     names = [name for name, _ in mesh.axes]
     stride = prod(degree for _, degree in mesh.axes[names.index(axis) + 1 :])
     if mesh.size <= first.per_node or first.per_node % (stride * size) == 0:

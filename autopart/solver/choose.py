@@ -127,6 +127,7 @@ def choose(
     space = Space(request)
     if space.joint:
         space = Space(with_degrees(request, until, progress))
+    check_wide(request, space)
     if space.joint and space.settings:
         plan = _jointly(space, objective, until, progress)
     else:
@@ -144,6 +145,16 @@ def choose(
     told = (f"in chunks {in_chunks(pinned)}: pinned",) if pinned else ()
     plan = replace(plan, chunks=pinned, notes=(*plan.notes, *told))
     return replace(plan, precision=pins.get("precision"), fingerprint=fingerprint, took=time.monotonic() - began)
+
+
+def check_wide(request: Request, space: Space) -> None:
+    """Refuse pipeline ranks of unlike width under a schedule that they cannot have. Raises ValueError."""
+    if request.mesh is not None and request.mesh.widths and not (space.joint and space.settings):
+        raise ValueError(
+            f"schedule: {written(request.schedules[0])} is not for a mesh of {request.mesh}, whose pipeline ranks of "
+            "unlike width have one stage each of one copy of the model, in order; pin such a schedule, as 1f1b, or pp "
+            "and dp as numbers"
+        )
 
 
 def _jointly(space: Space, objective: str, until: float, progress: Progress) -> Plan | None:
@@ -165,7 +176,7 @@ def _jointly(space: Space, objective: str, until: float, progress: Progress) -> 
     chosen = Chosen(solved)
     plan = _plan(afresh, solved, text, notes(afresh, chosen, what))
     _check(plan, space, found)
-    if request.tables and objective == "time":
+    if request.tables and objective == "time" and not solved.candidate.mesh.widths:
         afresh, chosen = search(space, found)
         text = f"{text}; {chosen.verdict}"
         plan = _plan(afresh, chosen.solved, text, notes(afresh, chosen, what))
@@ -203,7 +214,9 @@ def _check(plan: Plan, space: Space, found: Best) -> None:
 def _certified(solved: Solved) -> bool:
     """Whether z3 proves that the slowest stage is as fast as can be: asked of small problems, where it is."""
     problem = solved.problem
-    if problem.stages == 1 or problem.stages > problem.ranks or many(problem) or solved.candidate.groups:
+    if problem.stages == 1 or problem.stages > problem.ranks or many(problem):
+        return False
+    if solved.candidate.groups or solved.candidate.mesh.widths:
         return False
     fastest = solve_split(problem)
     if fastest is None or fastest.slowest != solved.split.slowest:

@@ -45,16 +45,16 @@ class Columns:
         ranks = [stage_ranks(mesh, column) for column in range(mesh.degree("pp"))]
         if not order:
             links = cluster.link_latency, cluster.link_bandwidth
-            places = ((cluster,) * mesh.degree("dp"),) * len(ranks)
+            places = tuple((cluster,) * mesh.width(column) for column in range(len(ranks)))
             return cls((cluster,) * len(ranks), places, tuple(range(mesh.size)), *links)
         dealt = dict(zip((rank for column in ranks for rank in column), _numbers(cluster, order), strict=False))
         clusters = tuple(part(cluster, [dealt[rank] for rank in column]) for column in ranks)
         places = tuple(
             tuple(
                 part(cluster, [dealt[rank] for rank in column if mesh.coordinate(rank).get("dp", 0) == place])
-                for place in range(mesh.degree("dp"))
+                for place in range(mesh.width(at))
             )
-            for column in ranks
+            for at, column in enumerate(ranks)
         )
         crossed = {
             cluster.link(dealt[a], dealt[b]) for one, other in pairwise(ranks) for a, b in zip(one, other, strict=True)

@@ -33,7 +33,7 @@ def check_counts(request: Request) -> None:
 def _least_data(request: Request, pipelines: list[int]) -> int:
     """The smallest data degree beside one of some numbers of pipeline ranks, and axes inside segments looked at."""
     if request.mesh is not None:
-        return request.mesh.parts
+        return request.mesh.parts * request.mesh.widest
     wide = request.degrees if request.wide and request.schedules[0] in WHOLE else ()
     places = [1, *(prod(size for _, size in inner) for inner in wide)]
     most = max(pp * count for pp in pipelines for count in places if request.devices % (pp * count) == 0)

@@ -43,7 +43,7 @@ class Pipe:
     whole: bool  # whether backwards are whole
     alternating: bool  # whether it is 1f1b
     latency: int
-    transfer: tuple[int, ...]  # what the message into each segment takes, latency left out
+    transfer: tuple[tuple[int, ...], ...]  # what the message into each segment takes, at each stage, latency left out
     exchanged: tuple[Sums, ...]  # the collectives of the data axis, at each stage, summed from the first segment on
     allowed: tuple[int, ...]  # segments where a stage may begin, but for the first one
     starts: tuple[int, ...] = ()  # those where one must
@@ -118,7 +118,8 @@ class Search:
         """The step of a split whose stages fit."""
         pipe, stops = self.pipe, [*starts[1:], self.segments]
         times = self.stages.seconds(starts, ways)
-        edge = pipe.latency + max((pipe.transfer[start] for start in starts[1:]), default=0)
+        messages = [pipe.transfer[stage][start] for stage, start in enumerate(starts) if stage]
+        edge = pipe.latency + max(messages, default=0)
         exchanged = self.exchanged(
             [taken[j] - taken[i] for taken, i, j in zip(pipe.exchanged, starts, stops, strict=True)]
         )
@@ -128,8 +129,7 @@ class Search:
         else:
             length = pipe.flush().length(times, edge)
         slowest = max(f + b for f, b in zip(times["F"], times["B"], strict=True))
-        crossing = sum(pipe.transfer[start] for start in starts[1:])
-        return Cut(starts, ways, length + exchanged, slowest, crossing)
+        return Cut(starts, ways, length + exchanged, slowest, sum(messages))
 
     def exchanged(self, times: Sequence[int]) -> int:
         """The time of the collectives of the rank that has most, from that of each stage."""
@@ -248,7 +248,7 @@ class Search:
                 ]
                 if options:
                     least, stop = min(options)
-                    here[start] = least + (self.pipe.transfer[start] if stage else 0), stop
+                    here[start] = least + (self.pipe.transfer[stage][start] if stage else 0), stop
             tables.append(here)
         starts = [0]
         for table in tables[:1:-1]:

@@ -215,7 +215,7 @@ def _problem(
     largest = Largest(table.kinds, transient)
     return SplitProblem(
         times=tuple(times),
-        boundaries=pipe.transfer,
+        boundaries=pipe.transfer[0],  # ranks of several stages are of one width
         resident=[Row(stages.holding, largest, i, n) for i in range(n)],
         saved=tuple(saved),
         place=tuple(place),

@@ -111,7 +111,7 @@ def nearest_miss(request: Request) -> tuple[Request, Solved]:
 def _nearest_candidate(request: Request) -> Solved:
     nearest: Solved | None = None
     for candidate in candidates(request):
-        model, problem = pose(request, candidate)
+        models, problem = pose(request, candidate)
         several = problem.ranks < problem.stages
         peak = (
             least_limit(problem, nearest.problem.limit if nearest is not None else None)
@@ -120,9 +120,9 @@ def _nearest_candidate(request: Request) -> Solved:
         )
         if nearest is None or peak < nearest.problem.limit:
             relaxed = replace(problem, limit=peak)
-            split = best_split(request, candidate, model, relaxed)
+            split = best_split(request, candidate, models, relaxed)
             assert split is not None, "the least peak is feasible"
-            nearest = Solved(candidate, model, relaxed, split)
+            nearest = Solved(candidate, models, relaxed, split)
             nearest = replace(nearest, problem=replace(relaxed, limit=max(peak, nearest.peak())))
     assert nearest is not None, "a resolved request has a candidate"
     return nearest
@@ -191,7 +191,7 @@ def _chunks(request: Request) -> Changes:
 
 def _microbatches(request: Request) -> Changes:
     if request.microbatches is not None and request.ranks is None:
-        count, dp = request.microbatches * 2, request.mesh.parts if request.mesh else 1
+        count, dp = request.microbatches * 2, request.mesh.parts * request.mesh.widest if request.mesh else 1
         while count * dp <= request.batch:
             yield f"microbatches={count}", replace(request, microbatches=count)
             count *= 2

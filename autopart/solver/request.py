@@ -150,7 +150,12 @@ class Request:
 
     def samples(self, mesh: Mesh, microbatches: int) -> int:
         """The samples of the largest of so many microbatches of each data rank."""
-        return max(self.each(mesh, microbatches))
+        return max(self.taken(mesh, microbatches, column) for column in range(len(mesh.widths) or 1))
+
+    def taken(self, mesh: Mesh, microbatches: int, column: int) -> int:
+        """Likewise of the data ranks of one pipeline rank."""
+        most = max(self.each(mesh, microbatches))
+        return -(-most // mesh.widths[column]) if mesh.widths else most
 
     def each(self, mesh: Mesh, microbatches: int) -> tuple[int, ...]:
         """For every data rank the samples of the largest of its microbatches."""

@@ -136,7 +136,7 @@ def _tables(space: Space, named: _Tried, bases: Sequence[_Tried]) -> Iterator[_T
 
 def _tried(space: Space, request: Request, candidate: Candidate, free: Free) -> Iterator[_Tried]:
     """The candidate with its best split, if one fits; splits that are in `free` are not looked for again."""
-    model, problem = pose(request, candidate)
+    models, problem = pose(request, candidate)
     allowed = space.allowed(problem.stages)
     problem = replace(problem, barred=frozenset(range(1, problem.segments)) - {*allowed})
     splits: Sequence[Split] = ()
@@ -146,16 +146,16 @@ def _tried(space: Space, request: Request, candidate: Candidate, free: Free) -> 
             free[key] = ways(replace(problem, moments=()))
         splits = free[key]
     if not splits or any(evaluate(problem, split.starts) is None for split in splits):
-        split = best_split(request, candidate, model, problem)
+        split = best_split(request, candidate, models, problem)
         splits = () if split is None else (split,)
-    found = [_measured(request, Solved(candidate, model, problem, split)) for split in splits]
+    found = [_measured(request, Solved(candidate, models, problem, split)) for split in splits]
     if found:
         yield min(found, key=lambda tried: tried.length)
 
 
 def _rooms(solved: Solved) -> list[float]:
     """Limits for `schedules.auto`, in microbatches on a rank's share: of the roomiest rank, and one that all have."""
-    problem, segments = solved.problem, solved.model.segments
+    problem, segments = solved.problem, solved.models[0].segments
     saved = [sum(max(n.saved_bytes, n.stash_bytes) for n in segments[i:j]) for i, j in solved.runs]
     rooms = []
     for held in solved.held():

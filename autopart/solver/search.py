@@ -59,7 +59,7 @@ class Solved:
     """
 
     candidate: Candidate
-    model: MemoryModel
+    models: tuple[MemoryModel, ...]  # of each pipeline rank
     problem: SplitProblem
     split: Split
 
@@ -80,7 +80,7 @@ class Solved:
         found = {}
         for rank in set(problem.place):
             moments = [[counts[stage] for stage in held[rank]] for counts, at in problem.moments if at == rank]
-            found[rank] = self.model.rank([runs[stage] for stage in held[rank]], moments)
+            found[rank] = self.models[rank].rank([runs[stage] for stage in held[rank]], moments)
         return tuple(found[rank] for rank in problem.place)
 
     def peak(self) -> int:
@@ -91,7 +91,7 @@ class Solved:
 def candidates(request: Request, on: Iterable[Mesh] | None = None) -> Iterator[Candidate]:
     """Every setting that the pins allow, in the order of preference; of some of the meshes `on` these only."""
     for mesh in meshes(request) if on is None else on:
-        alternatives = request.placements_on(mesh.degree("dp"))
+        alternatives = request.placements_on(mesh.data)
         for made in _schedules(request, mesh):
             moments = [in_flight(schedule) for _, schedule in made]
             for placements, ((text, schedule), held) in product(alternatives, zip(made, moments, strict=True)):
@@ -118,14 +118,16 @@ def numbers_of(costs: Sequence[SegmentCost], batch: int) -> tuple[SegmentNumbers
     return tuple(numbers[kind] for kind in kinds.of)
 
 
-def pose(request: Request, candidate: Candidate) -> tuple[MemoryModel, SplitProblem]:
-    """The split problem of a candidate, its numbers those of the largest microbatch."""
-    dp = candidate.mesh.degree("dp")
-    samples = request.samples(candidate.mesh, candidate.microbatches)
-    halved = any(action.kind is Kind.I for _, action in candidate.schedule.actions())
-    numbers = tuple(handed(n, halved) for n in numbers_of(request.at(candidate.variant).costs, samples))
-    modes = tuple(first_match(candidate.placements, name).on("dp") for name in request.names)
-    model = MemoryModel(numbers, modes, dp, request.optimizer_ratio)
+def pose(request: Request, candidate: Candidate) -> tuple[tuple[MemoryModel, ...], SplitProblem]:
+    """What each pipeline rank holds, and the split problem of a candidate, its numbers those of the largest microbatch.
+
+    Where pipeline ranks differ in width, those of the widest, on which segments take and hold least.
+    """
+    mesh = candidate.mesh
+    models = _models(request, candidate)
+    widest = mesh.widths.index(max(mesh.widths)) if mesh.widths else 0
+    model, dp = models[widest], mesh.width(widest)
+    numbers = model.segments
     every = sum(
         MemoryModel((part,), (mode,), dp, request.optimizer_ratio).rank([(0, 1)], [(2,)]).total
         for part, mode in in_parts(request, candidate)  # two microbatches are between S and T at a time
@@ -140,7 +142,21 @@ def pose(request: Request, candidate: Candidate) -> tuple[MemoryModel, SplitProb
         limit=request.memory + max(request.spare(columns_of(request, candidate))) - every,
         starts=request.starts,
     )
-    return model, problem
+    return models, problem
+
+
+def _models(request: Request, candidate: Candidate) -> tuple[MemoryModel, ...]:
+    """What the segments hold on each pipeline rank; those of one width have one model."""
+    mesh, costs = candidate.mesh, request.at(candidate.variant).costs
+    halved = any(action.kind is Kind.I for _, action in candidate.schedule.actions())
+    modes = tuple(first_match(candidate.placements, name).on("dp") for name in request.names)
+    known: dict[int, MemoryModel] = {}
+    for column in range(mesh.degree("pp")):
+        if (dp := mesh.width(column)) not in known:
+            samples = request.taken(mesh, candidate.microbatches, column)
+            numbers = tuple(handed(n, halved) for n in numbers_of(costs, samples))
+            known[dp] = MemoryModel(numbers, modes, dp, request.optimizer_ratio)
+    return tuple(known[mesh.width(column)] for column in range(mesh.degree("pp")))
 
 
 def columns_of(request: Request, candidate: Candidate) -> Columns:
@@ -189,11 +205,13 @@ def _share(request: Request, candidate: Candidate, cost: SegmentCost) -> Segment
     return replace(numbers, tied=(), **shares)
 
 
-def best_split(request: Request, candidate: Candidate, model: MemoryModel, problem: SplitProblem) -> Split | None:
+def best_split(
+    request: Request, candidate: Candidate, models: tuple[MemoryModel, ...], problem: SplitProblem
+) -> Split | None:
     """The best split, None if none fits the limit; where ranks hold several stages, that with the shortest flush."""
     if problem.ranks == problem.stages:
         return solve_split(problem)
-    return solve_chunks(problem, lambda split: flush(request, Solved(candidate, model, problem, split)).makespan)
+    return solve_chunks(problem, lambda split: flush(request, Solved(candidate, models, problem, split)).makespan)
 
 
 def flush(request: Request, solved: Solved) -> Timeline:
@@ -220,7 +238,7 @@ def _abreast(request: Request, solved: Solved, column: int) -> list[tuple[Sequen
     """What segments take, and on what, at each place of a column that has a share of the batch of its own."""
     candidate, columns = solved.candidate, columns_of(request, solved.candidate)
     if not (candidate.groups and candidate.mesh.shares):
-        return [(solved.model.segments, columns.clusters[column])]
+        return [(solved.models[column].segments, columns.clusters[column])]
     costs = request.at(candidate.variant).costs
     taken = request.each(candidate.mesh, candidate.microbatches)
     return [(numbers_of(costs, n), cluster) for n, cluster in zip(taken, columns.places[column], strict=True)]
@@ -228,22 +246,33 @@ def _abreast(request: Request, solved: Solved, column: int) -> list[tuple[Sequen
 
 def edge_seconds(request: Request, solved: Solved) -> float:
     """The time of a message between ranks, the largest of a microbatch's."""
-    nbytes = max((solved.problem.boundaries[start] for start in solved.split.starts[1:]), default=0)
+    nbytes = max((_message(solved, stage) for stage in range(1, len(solved.split.starts))), default=0)
     columns = columns_of(request, solved.candidate)
     return columns.latency + nbytes / columns.bandwidth
 
 
+def _message(solved: Solved, stage: int) -> int:
+    """The bytes into a stage of a rank that has most of them: where two differ in width, one of the fewer does."""
+    start, place, widths = solved.split.starts[stage], solved.problem.place, solved.candidate.mesh.widths
+    if not widths:
+        return solved.problem.boundaries[start]
+    column = min(place[stage - 1], place[stage], key=widths.__getitem__)
+    return solved.models[column].segments[start].boundary_bytes
+
+
 def exchanged_seconds(request: Request, solved: Solved) -> float:
     """What a step takes beside its flush: the collectives of the data axis, which do not overlap it."""
-    model, count = solved.model, solved.candidate.microbatches
+    models, count = solved.models, solved.candidate.microbatches
     cluster = linked(request.cluster, solved.candidate.mesh, "dp")
     clusters = [linked(each, solved.candidate.mesh, "dp") for each in columns_of(request, solved.candidate).clusters]
     exchanged = [
-        exchange_seconds(model.segments[i:j], model.modes[i:j], model.degree, count, clusters[column])
+        exchange_seconds(
+            models[column].segments[i:j], models[column].modes[i:j], models[column].degree, count, clusters[column]
+        )
         for (i, j), column in zip(solved.runs, solved.problem.place, strict=True)
     ]
     shared = sum(
-        exchange_seconds([part], [mode], model.degree, count, cluster)
+        exchange_seconds([part], [mode], models[0].degree, count, cluster)
         for part, mode in in_parts(request, solved.candidate)
     )
     return shared + max(sum(exchanged[stage] for stage in held) for held in solved.held())
@@ -257,11 +286,11 @@ def first_fit(request: Request) -> Solved | None:
 
 def fitting(request: Request, candidate: Candidate) -> Solved | None:
     """A candidate with its best split within the memory limit, None if there is none."""
-    model, problem = pose(request, candidate)
-    split = best_split(request, candidate, model, problem)
+    models, problem = pose(request, candidate)
+    split = best_split(request, candidate, models, problem)
     if split is None:
         return None
-    solved = Solved(candidate, model, problem, split)
+    solved = Solved(candidate, models, problem, split)
     return solved if not candidate.schedule.mirrors or solved.peak() <= problem.limit else None
 
 

@@ -160,14 +160,14 @@ def _points(space: Space, setting: Setting) -> Iterator[Served]:
     def fits(start: int, stop: int, most: int) -> bool:
         return elapsed[stop] - elapsed[start] <= most and holding.resident(start, stop) <= limit
 
-    for largest in sorted({pipe.transfer[cut] for cut in cuts}) if p > 1 else [0]:
-        there = [cut for cut in cuts if pipe.transfer[cut] <= largest]
+    for largest in sorted({pipe.transfer[0][cut] for cut in cuts}) if p > 1 else [0]:
+        there = [cut for cut in cuts if pipe.transfer[0][cut] <= largest]
         if not {*pipe.starts} - {0} <= {*there}:
             continue
         found = fastest(elapsed, there, pipe.starts, p, fits)
         if found is not None and (slowest := _slowest(elapsed, found)) < best:
             best = slowest
-            message = max((pipe.transfer[cut] for cut in found[1:]), default=0)
+            message = max((pipe.transfer[0][cut] for cut in found[1:]), default=0)
             busiest, passing = max(slowest, message), (p - 1) * (pipe.latency + message)
             yield Served(setting, found, elapsed[-1] + passing + (m - 1) * busiest, m * busiest)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from autopart.cluster import Cluster
 from autopart.ir.action import Kind, Schedule
 from autopart.ir.mesh import Mesh
@@ -28,7 +30,7 @@ class Shared:
         self._columns: dict[tuple[Mesh, Order], Columns] = {}
         self._holdings: dict[tuple[int, int, int], Holding] = {}
         self._placed: dict[tuple[int, int], Placed] = {}
-        self._exchanges: dict[tuple[int, Mesh, int, int, Cluster], tuple[int, ...]] = {}
+        self._exchanges: dict[tuple[int, Mesh, int, int, Cluster, int], tuple[int, ...]] = {}
         self._costs: dict[int, Costs] = {}
 
     def schedule(self, text: str, ranks: int, microbatches: int) -> Schedule | None:
@@ -84,15 +86,21 @@ class Shared:
 
     def places(self, setting: Setting) -> tuple[Places, ...]:
         """What each column computes, and on what: alike at all its places on dp, unless they have unequal shares."""
-        columns, samples = self.columns(setting), self.request.samples(setting.mesh, setting.microbatches)
+        columns, mesh, samples = self.columns(setting), setting.mesh, partial(self.request.taken, setting.mesh)
         if not (setting.groups and setting.mesh.shares):
-            return tuple(((samples, cluster),) for cluster in columns.clusters)
-        taken = self.request.each(setting.mesh, setting.microbatches)
+            clusters = enumerate(columns.clusters)
+            return tuple(((samples(setting.microbatches, column), cluster),) for column, cluster in clusters)
+        taken = self.request.each(mesh, setting.microbatches)
         return tuple(tuple(zip(taken, places, strict=True)) for places in columns.places)
 
     def table(self, setting: Setting) -> Table:
-        """The segments at the size of the setting's largest microbatch; their times are the least of any column."""
-        tables = self.tables(setting)
+        """The segments at the size of the setting's largest microbatch; their times are the least of any column.
+
+        Where pipeline ranks differ in width, at that of the widest one.
+        """
+        tables, widths = self.tables(setting), setting.mesh.widths
+        if widths:
+            tables = tuple(tables[column] for column in sorted(range(len(widths)), key=lambda at: -widths[at]))
         return tables[0] if len(set(map(id, tables))) == 1 else Table.least(tables)
 
     def tables(self, setting: Setting) -> tuple[Table, ...]:
@@ -112,9 +120,9 @@ class Shared:
             self._placed[key] = Placed.of(self.costs(setting.variant).kinds, self.request.names, setting.placements)
         return self._placed[key]
 
-    def holding(self, setting: Setting) -> Holding:
-        """What segments hold beside activations."""
-        dp = setting.mesh.degree("dp")
+    def holding(self, setting: Setting, column: int = 0) -> Holding:
+        """What segments hold beside activations, on a rank of some column."""
+        dp = setting.mesh.width(column)
         key = setting.variant, dp, setting.rank
         if key not in self._holdings:
             placed = self.placed(setting)
@@ -122,23 +130,27 @@ class Shared:
             self._holdings[key] = Holding.of(placed.kinds, numbers, placed.modes, dp, self.request.optimizer_ratio)
         return self._holdings[key]
 
-    def exchanges(self, setting: Setting, cluster: Cluster) -> tuple[int, ...]:
-        """The time of the collectives of the data axis on a cluster, for every kind of segments as they are placed."""
+    def exchanges(self, setting: Setting, cluster: Cluster, dp: int) -> tuple[int, ...]:
+        """The time of the collectives of `dp` data ranks on a cluster, for each kind of segments as they are placed."""
         mesh, count = setting.mesh, setting.microbatches
-        key = setting.variant, mesh, count, setting.rank, cluster
+        key = setting.variant, mesh, count, setting.rank, cluster, dp
         if key not in self._exchanges:
-            dp, near, placed = mesh.degree("dp"), linked(cluster, mesh, "dp"), self.placed(setting)
+            near, placed = linked(cluster, mesh, "dp"), self.placed(setting)
             pairs = zip(placed.numbers(self.table(setting)), placed.modes, strict=True)
             self._exchanges[key] = tuple(
                 round(exchange_seconds([numbers], [modes], dp, count, near) * FEMTOSECONDS) for numbers, modes in pairs
             )
         return self._exchanges[key]
 
+    def rings(self, setting: Setting) -> tuple[tuple[Cluster, int], ...]:
+        """Of every column the cluster that it is on, and its data ranks."""
+        return tuple((each, setting.mesh.width(at)) for at, each in enumerate(self.columns(setting).clusters))
+
     def exchanged(self, setting: Setting) -> tuple[Sums, ...]:
         """The time of the collectives of the data axis, in each column."""
-        clusters, kinds = self.columns(setting).clusters, self.placed(setting).kinds
-        sums = {each: kinds.sums(self.exchanges(setting, each)) for each in dict.fromkeys(clusters)}
-        return tuple(sums[each] for each in clusters)
+        rings, kinds = self.rings(setting), self.placed(setting).kinds
+        sums = {each: kinds.sums(self.exchanges(setting, *each)) for each in dict.fromkeys(rings)}
+        return tuple(sums[each] for each in rings)
 
     def flush(self, setting: Setting) -> Flush:
         """The flush of a setting's pipeline."""

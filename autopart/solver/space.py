@@ -69,7 +69,7 @@ class Space(Shared):
         """Every setting that the pins allow."""
         found = []
         for mesh in meshes(self.request):
-            alternatives = self.request.placements_on(mesh.degree("dp"))
+            alternatives = self.request.placements_on(mesh.data)
             found += [
                 Setting(shared, count, rules, text, rank, variant, order, groups)
                 for count in self._counts(mesh)
@@ -128,13 +128,15 @@ class Space(Shared):
             shape = self.shape(text, ranks, microbatches)
             if shape is None or len(shape.place) > len(request.costs) or not request.allows(len(shape.place)):
                 continue
+            if shape.several and mesh.widths:
+                continue
             if not (request.searched and text not in WHOLE and 3 * len(shape.place) * microbatches > LONGEST):
                 yield text
 
     def _groups(self, mesh: Mesh, text: str, microbatches: int) -> tuple[Order, ...]:
         """The orders in which groups of unlike devices are dealt to the stages, where each rank holds one."""
         shape = self.shape(text, mesh.degree("pp"), microbatches)
-        return ((),) if shape is None or shape.several else self._orders
+        return ((),) if shape is None or shape.several or mesh.widths else self._orders
 
     def _sharing(self, mesh: Mesh, microbatches: int, groups: Order) -> Iterator[Mesh]:
         """The mesh with equal shares of the batch, and where its data ranks are unlike devices, with unequal ones.
@@ -175,7 +177,7 @@ class Space(Shared):
         if self.request.microbatches is not None:
             yield self.request.microbatches
             return
-        most = min(mesh.dealt(self.request.batch))
+        most = min(mesh.dealt(self.request.batch)) // mesh.widest
         powers = {1 << i for i in range(most.bit_length())}
         yield from sorted({*powers, min(most, 4 * mesh.degree("pp")), most})
 
@@ -184,8 +186,8 @@ class Space(Shared):
         key = setting.variant, setting.mesh, setting.microbatches, setting.text, setting.groups
         if key not in self._floors:
             self._floors[key] = self._floor(setting)
-        kinds, clusters = self.placed(setting).kinds, dict.fromkeys(self.columns(setting).clusters)
-        collectives = min(kinds.total(self.exchanges(setting, each)) for each in clusters)
+        kinds, rings = self.placed(setting).kinds, dict.fromkeys(self.rings(setting))
+        collectives = min(kinds.total(self.exchanges(setting, *each)) for each in rings)
         return self._floors[key] + -(-collectives // setting.mesh.degree("pp"))
 
     def _floor(self, setting: Setting) -> int:
@@ -226,15 +228,15 @@ class Space(Shared):
         """The stages that the setting allows within a limit, None for any."""
         free = self.request.free if recomputing is None else recomputing
         flights = () if self.form(setting).several else self.flights(setting)
-        table, holding = self.table(setting), self.holding(setting)
-        if not setting.groups:
-            return Stages(table, holding, flights, limit, recomputing=free)
+        table = self.table(setting)
+        if not setting.groups and not setting.mesh.widths:
+            return Stages(table, self.holding(setting), flights, limit, recomputing=free)
         columns = self.columns(setting)
         spare = self.request.spare(columns)
         limits = [None if limit is None else limit + more for more in spare]
         own = [
-            Stages(each, holding, flights, most, recomputing=free)
-            for each, most in zip(self.tables(setting), limits, strict=True)
+            Stages(each, self.holding(setting, column), flights, most, recomputing=free)
+            for column, (each, most) in enumerate(zip(self.tables(setting), limits, strict=True))
         ]
         return Unlike(table, own, spare)
 
@@ -248,21 +250,35 @@ class Space(Shared):
     def pipe(self, setting: Setting) -> Pipe:
         """What the setting's step is made of, beside its stages."""
         count, columns, shape = setting.microbatches, self.columns(setting), self.form(setting)
-        table, halved, stages, exchanged = self.table(setting), shape.halved, len(shape.place), self.exchanged(setting)
-        transfer = [round(n.boundary_bytes / columns.bandwidth * FEMTOSECONDS) for n in table.numbers]
+        halved, stages, exchanged = shape.halved, len(shape.place), self.exchanged(setting)
+        sides = self._sides(setting)
+        transfers = {
+            id(side): tuple(
+                side.values([round(n.boundary_bytes / columns.bandwidth * FEMTOSECONDS) for n in side.numbers])
+            )
+            for side in sides
+        }
         return Pipe(
             stages=stages,
             microbatches=count,
             actions=(3 if halved else 2) * stages * count,
             flush=partial(self.flush, setting),
             whole=not halved,
-            alternating=setting.text == "1f1b" and not setting.groups,
+            alternating=setting.text == "1f1b" and not setting.groups and not setting.mesh.widths,
             latency=round(columns.latency * FEMTOSECONDS),
-            transfer=tuple(table.values(transfer)),
+            transfer=tuple(transfers[id(side)] for side in sides),
             exchanged=tuple(exchanged[column] for column in shape.place),
             starts=self.request.starts,
             allowed=self.allowed(stages),
         )
+
+    def _sides(self, setting: Setting) -> list[Table]:
+        """For each stage the segments as those see them who have most of a message into it: the fewer ranks do."""
+        if not setting.mesh.widths:
+            return [self.table(setting)] * len(self.form(setting).place)
+        tables, widths = self.tables(setting), setting.mesh.widths
+        narrow = [stage - (stage > 0 and widths[stage - 1] < width) for stage, width in enumerate(widths)]
+        return [tables[column] for column in narrow]
 
     def best(
         self, setting: Setting, known: float = inf, *, limit: int | None = None, recomputing: bool | None = None
@@ -291,8 +307,9 @@ class Space(Shared):
 
     def room(self, setting: Setting, limit: int) -> bool:
         """Whether the ranks have, in the mean, room within a limit for what the setting holds beside activations."""
-        spare = self.request.spare(self.columns(setting))
-        return self.holding(setting).resident(0, len(self.request.costs)) <= sum(limit + more for more in spare)
+        spare, every = self.request.spare(self.columns(setting)), range(len(setting.mesh.widths) or 1)
+        least = min(self.holding(setting, column).resident(0, len(self.request.costs)) for column in every)
+        return least <= sum(limit + more for more in spare)
 
     def fits(self, setting: Setting, limit: int, *, recomputing: bool | None = None) -> bool:
         """Whether some plan of the setting fits a limit."""
@@ -329,10 +346,10 @@ class Space(Shared):
             setting.variant,
             setting.groups,
         )
-        model, problem = pose(request, candidate)
+        models, problem = pose(request, candidate)
         split = evaluate(problem, cut.starts)
         assert split is not None, f"internal error: {cut} does not fit when counted afresh"
-        return request, Solved(candidate, model, problem, split)
+        return request, Solved(candidate, models, problem, split)
 
 
 def roomy(request: Request) -> Iterator[Mesh]:
@@ -341,7 +358,7 @@ def roomy(request: Request) -> Iterator[Mesh]:
     for mesh in meshes(request):
         settings = (
             Setting(mesh, 1, rules, "1f1b", variant=variant)
-            for rules in request.placements_on(mesh.degree("dp"))
+            for rules in request.placements_on(mesh.data)
             for variant in request.variants_on(mesh)
         )
         if any(space.room(setting, request.memory) for setting in settings):
