@@ -56,9 +56,8 @@ def lighter(request: Request, solved: Solved) -> Solved | None:
 def placed(request: Request, solved: Solved, rules: Rules) -> Solved:
     """The solution with its segments placed by other rules."""
     modes = tuple(first_match(rules, name).on("dp") for name in request.names)
-    return replace(
-        solved, candidate=replace(solved.candidate, placements=rules), model=replace(solved.model, modes=modes)
-    )
+    models = tuple(replace(model, modes=modes) for model in solved.models)
+    return replace(solved, candidate=replace(solved.candidate, placements=rules), models=models)
 
 
 @dataclass(frozen=True)
@@ -82,10 +81,10 @@ class _Rank:
         spare = request.spare(columns)
         runs = tuple(solved.runs[stage] for stage in held)
         pinned = candidate.placements[:-1]
-        segments = [i for start, stop in runs for i in range(start, stop)]
-        free = [i for i in segments if not solved.model.segments[i].tied and not _matched(request.names[i], pinned)]
+        model, segments = solved.models[rank], [i for start, stop in runs for i in range(start, stop)]
+        free = [i for i in segments if not model.segments[i].tied and not _matched(request.names[i], pinned)]
         return cls(
-            solved.model,
+            model,
             runs,
             tuple(tuple(counts[stage] for stage in held) for counts, at in problem.moments if at == rank),
             problem.limit - max(spare) + spare[rank],
