@@ -42,7 +42,7 @@ Devices = Annotated[int | None, typer.Option(help="how many ranks; default: the 
 
 
 def parse_mesh(text: str | None) -> Sizes | None:
-    """``{"pp": 2, "dp": 2}`` for ``pp=2,dp=2``, ``{"dp": (3, 1)}`` for ``dp=3:1``; None for None.
+    """``{"pp": 2, "dp": 2}`` for ``pp=2,dp=2``, ``{"dp": (3, 1)}`` for ``dp=3:1``, ``pp=2:1`` alike; None for None.
 
     Raises:
         ValueError: `text` is not of that form.

@@ -38,6 +38,7 @@ from autopart.ir.sharded import Sharded
 from autopart.ir.staged import Staged
 from autopart.ir.state import State
 from autopart.passes.chunked import chunked
+from autopart.passes.dealing import can_deal
 from autopart.passes.emit import emit
 from autopart.passes.inside import crossing, inside
 from autopart.passes.judge import check_sums
@@ -60,7 +61,7 @@ from autopart.schedules.spell import splits_output
 from autopart.solver.choose import choose
 from autopart.solver.presets import Pinned
 from autopart.solver.refine import reason, refine
-from autopart.solver.request import Pins
+from autopart.solver.request import FEW, Pins
 from autopart.solver.variants import Costed, Degrees
 
 
@@ -138,10 +139,13 @@ def costed(segmented: Segmented, batch: int, pins: Pins, inputs: str = "global")
 def choosing(segmented: Segmented, batch: int, pins: Pins, inputs: str = "global") -> Callable[[Pins], Plan]:
     """What chooses a plan under these pins, or with another objective or memory; what segments cost is found once."""
     found, degrees = costed(segmented, batch, pins, inputs)
+    free = pins.get("cluster") is not None and pins.get("mesh") is None and inputs == "global"
+    few = (pins.get("devices") or pins["cluster"].devices) <= FEW if free and pins["cluster"] is not None else False
+    widths = few and not splits_output(pins.get("schedule")) and can_deal(segmented)
 
     def chosen(pins: Pins) -> Plan:
         kept: Pins = {**pins, "placement": tensor.without_tensors(pins.get("placement"))}
-        plan = _chosen(segmented, batch, kept, found, degrees)
+        plan = _chosen(segmented, batch, kept, found, degrees, widths=widths)
         if plan.tensor is None:
             return plan
         return replace(plan, notes=(*plan.notes, *unruled(segmented), *tensor.unproven(segmented, plan.tensor)))
@@ -155,6 +159,8 @@ def _chosen(
     pins: Pins,
     found: Sequence[Costed] = (),
     degrees: Degrees = MappingProxyType({}),
+    *,
+    widths: bool = False,
 ) -> Plan:
     """The best plan for what segments cost as `found`, by default with nothing split inside them."""
     chunks = pinned_chunks(pins.get("chunks"))
@@ -173,6 +179,7 @@ def _chosen(
         degrees=degrees,
         chunked={} if decided is not None else chunking.ways_out(segmented, pins),
         families=True,
+        widths=widths,
         **pins,
     )
 

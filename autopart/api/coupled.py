@@ -38,9 +38,11 @@ def together(pins: Pins, batch: int, inputs: str) -> Pins:
     """The pins under which all samples compute together: one microbatch, and a mesh whose ``dp`` is inside segments.
 
     On a free mesh all devices are on ``dp``, beside the pipeline ranks that the pinned stages take. Raises ValueError
-    where each rank passes its own samples, or ``dp`` does not divide the batch.
+    where each rank passes its own samples, ``dp`` does not divide the batch, or pipeline ranks differ in width.
     """
     mesh = pinned_mesh(pins.get("mesh")) or _mesh(pins)
+    if mesh.widths:
+        mesh = replace(mesh, coupled=True)  # which refuses it
     size = mesh.degree("dp")
     if size == 1:
         return {**pins, "microbatches": 1}

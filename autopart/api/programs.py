@@ -175,6 +175,11 @@ class Programs:
         pinned = self.options.given_plan
         known = self.plan or pinned
         mesh = known.mesh if known is not None else self.options.given_mesh() or Mesh.of({"pp": ranks.size})
+        if mesh.widths:
+            raise ValueError(
+                f"mesh: {mesh} has pipeline ranks of unlike width, which loops whose steps overlap cannot be on yet; "
+                "pin pp and dp as numbers, or train with an ordinary loop"
+            )
         text, batch = spelled(schedule, mesh.degree("pp"), self.options.microbatches)
         if pinned is not None and overlaps(pinned.schedule) and not fits(pinned, text, batch):
             told = plan_text.schedule(pinned.schedule)

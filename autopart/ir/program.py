@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import torch
 
 SCHEMA = "autopart.program"
-VERSION = 3
+VERSION = 4
 
 
 @dataclass(frozen=True, slots=True)

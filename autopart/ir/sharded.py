@@ -23,7 +23,7 @@ class Sharded:
     axis: str
     between: Mapping[str, TensorPlacement]
     inside: tuple[Mapping[str, TensorPlacement], ...]
-    numbering: frozenset[str] = frozenset()
+    numbering: tuple[str, ...] = ()
 
     def of(self, segmented: Segmented) -> Sharded:
         """The same placements between the segments of what one place of an axis inside segments runs."""

@@ -15,9 +15,11 @@ from autopart.ir.dealing import EQUAL, SUM, How
 from autopart.ir.mesh import Mesh
 from autopart.ir.placement import Partial, Replicate, Shard
 from autopart.ir.plan import Plan
+from autopart.ir.segmented import Segmented
 from autopart.ir.sharded import Sharded
 from autopart.ir.staged import Edge
 from autopart.ir.state import State
+from autopart.passes.shard import shard
 
 
 def dealt(sharded: Sharded, plan: Plan, edges: Iterable[Edge]) -> tuple[Edge, ...]:
@@ -36,6 +38,19 @@ def dealt(sharded: Sharded, plan: Plan, edges: Iterable[Edge]) -> tuple[Edge, ..
 
 
 def _how(sharded: Sharded, edge: Edge, name: str) -> How:
+    found = _dealing(sharded, name)
+    if found is not None:
+        return found
+    what = "numbers the samples of a microbatch" if name in sharded.numbering else f"is {sharded.between[name]} on dp"
+    raise CaptureError(
+        f"{_place(sharded, name)}{name} {what}, and goes from stage {edge.source} to stage {edge.target}, which differ "
+        "in their number of data ranks, so that its samples would have to be dealt anew; begin the stage elsewhere "
+        "(stages=[...]), or pin a mesh with one number of data ranks"
+    )
+
+
+def _dealing(sharded: Sharded, name: str) -> How | None:
+    """How a value is dealt, None for one that cannot be."""
     match sharded.between[name]:
         case Shard(dim, 1) if name not in sharded.numbering:
             return dim
@@ -43,13 +58,23 @@ def _how(sharded: Sharded, edge: Edge, name: str) -> How:
             return EQUAL
         case Partial():
             return SUM
-        case other:
-            what = "numbers the samples of a microbatch" if name in sharded.numbering else f"is {other} on dp"
-            raise CaptureError(
-                f"{_place(sharded, name)}{name} {what}, and goes from stage {edge.source} to stage {edge.target}, "
-                "which differ in their number of data ranks, so that its samples would have to be dealt anew; begin "
-                "the stage elsewhere (stages=[...]), or pin a mesh with one number of data ranks"
-            )
+        case _:
+            return None
+
+
+def can_deal(segmented: Segmented) -> bool:
+    """Whether a step can be on pipeline ranks of unlike width, wherever its stages begin."""
+    captured = segmented.captured
+    if captured.sliced or captured.coupled or captured.updates():
+        return False
+    layers: dict[str, set[str]] = {}
+    for segment in segmented.segments:
+        for target in segment.parameters:
+            layers.setdefault(target, set()).add(segment.layer)
+    if any(len(users) > 1 for users in layers.values()):
+        return False
+    sharded = shard(segmented)
+    return all(_dealing(sharded, name) is not None for name in sharded.between)
 
 
 def _place(sharded: Sharded, name: str) -> str:

@@ -60,6 +60,7 @@ def choose(
     chunked: Chunked = MappingProxyType({}),
     looks_up: bool = False,
     families: bool = False,
+    widths: bool = False,
     **pins: Unpack[Pins],
 ) -> Plan:
     """The plan for a model of these segments and a batch of `batch` samples.
@@ -70,8 +71,9 @@ def choose(
     else 1f1b; with `families`, where a `cluster` is given and the mesh is free, it is one more choice, among those in
     wide use, and with ``schedule="auto"`` among all that programs run with one copy of the model (`solver.families`),
     and tables that are made for the best plans (`solver.schedule`); with `forwards_first`, among those that steps
-    without a loss can follow. The plan's `optimality` names the space and says that the plan is optimal in it, or how
-    far from the best it can be at most; `alternatives` has the runner-up of each choice. `objective` may also be
+    without a loss can follow. With `widths` a free mesh of few equal devices (`request.FEW`) may have pipeline ranks of
+    unlike width, under 1f1b and gpipe. The plan's `optimality` names the space and says that the plan is optimal in it,
+    or how far from the best it can be at most; `alternatives` has the runner-up of each choice. `objective` may also be
     "memory", the fewest bytes on the fullest device, of such plans the fastest; or "throughput_per_cost", with which
     fewer devices may be used, for the least device time a step. After `time_limit` seconds the best plan so far is
     returned.
@@ -122,6 +124,7 @@ def choose(
         chunked=chunked,
         looks_up=looks_up,
         families=families,
+        widths=widths,
     )
     request = question.request()
     space = Space(request)

@@ -229,7 +229,7 @@ def _tensors(request: Request) -> Changes:
 
 def _meshes(request: Request) -> Changes:
     for mesh in meshes(replace(request, mesh=None)):
-        yield f"mesh={dict(mesh.axes)}", replace(request, mesh=mesh)
+        yield f"mesh={mesh.sizes}", replace(request, mesh=mesh)
 
 
 def _devices(request: Request) -> Changes:

@@ -87,7 +87,7 @@ def _choices(request: Request) -> list[tuple[object, Callable[[], bool]]]:
 def _told(value: object) -> str:
     """The value of a pin, as a caller would write it."""
     if isinstance(value, Mesh):
-        return str(dict(value.axes))
+        return str(value.sizes)
     if isinstance(value, Schedule):
         return schedule(spell(value))
     if isinstance(value, Mapping):

@@ -20,6 +20,9 @@ from autopart.solver.families import LEAN, WHOLE
 from autopart.solver.presets import Pinned, Rules, offloaded
 from autopart.solver.variants import Variant
 
+FEW = 8
+"""With more devices than these a free mesh has pipeline ranks of one width: there are too many ways to choose."""
+
 
 class Pins(TypedDict, total=False):
     """What a caller may pin of a plan, and say of the search; see `choose`."""
@@ -72,6 +75,7 @@ class Request:
     # what finds variants with modules in chunks, by the argument that asks for them
     chunked: tuple[tuple[str, Callable[[], tuple[Variant, ...]]], ...] = ()
     number: int = 0
+    widths: bool = False  # whether a free mesh may have pipeline ranks of unlike width
     pinned: bool = False  # whether the memory is, and so the same for devices that have more
     per_layer: bool = False  # whether single segments get a lighter placement in the end
 

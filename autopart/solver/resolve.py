@@ -48,6 +48,7 @@ def resolve(
     looks_up: bool = False,
     offload: bool = False,
     families: bool = False,
+    widths: bool = False,
 ) -> Request:
     """The request behind the arguments of `choose`; ValueError or TypeError names the argument that is wrong."""
     costs, again, output, lookup = _on_stages(costs, recomputed, parted=splits_output(schedule), looks_up=looks_up)
@@ -94,6 +95,7 @@ def resolve(
         degrees={degree: partial(_variants, find, variant) for degree, find in degrees.items()},
         wide=wide,
         chunked=tuple((text, partial(_variants, find, variant)) for text, find in chunked.items()),
+        widths=widths and len(cluster.groups) == 1,
     )
     _check_inside(request)
     check_counts(request)

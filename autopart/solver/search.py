@@ -1,6 +1,7 @@
 """The search over the global choices, in a stated order: the first candidate with a split within the memory limit wins.
 
-    meshes        a pinned one; else pp = 1, 2, ... over the divisors of the device count, dp the rest
+    meshes        a pinned one; else pp = 1, 2, ... over the divisors of the device count, dp the rest (where asked
+                  for, then those whose pipeline ranks differ in width)
     microbatches  a pinned count; else 1 without a pipeline and min(samples of a data rank, 4 pp) with one, then
                   doubled (smaller microbatches save fewer activations) up to one sample each; where the schedule cannot
                   be for so many, the next smaller number that it can be for
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from itertools import pairwise, product
+from itertools import combinations, pairwise, product
 from math import prod
 
 from autopart.cluster import Cluster
@@ -31,7 +32,7 @@ from autopart.solver.columns import Columns, Order
 from autopart.solver.kinds import FEMTOSECONDS, Kinds, handed, numbered
 from autopart.solver.memory import MemoryModel, in_flight
 from autopart.solver.presets import Rules
-from autopart.solver.request import Request
+from autopart.solver.request import FEW, Request
 from autopart.solver.split import Moment, Split, SplitProblem, solve_split
 from autopart.solver.timing import action_seconds, exchange_seconds, output_seconds, segment_seconds, timeline
 
@@ -303,6 +304,18 @@ def meshes(request: Request) -> Iterator[Mesh]:
         for mesh in shapes(request.devices, inner, len(request.costs)):
             pp, enough = mesh.degree("pp"), min(mesh.dealt(request.batch)) >= (request.microbatches or 1)
             if enough and request.ranks in (None, pp):
+                yield mesh
+    yield from _wide(request)
+
+
+def _wide(request: Request) -> Iterator[Mesh]:
+    """The meshes whose pipeline ranks differ in width, few stages first, where such are looked at."""
+    if not request.widths or request.devices > FEW:
+        return
+    for pp in range(2, min(request.devices, len(request.costs) + 1)):
+        for cuts in combinations(range(1, request.devices), pp - 1) if request.ranks in (None, pp) else ():
+            mesh = Mesh.of({"pp": tuple(b - a for a, b in pairwise((0, *cuts, request.devices)))})
+            if mesh.widths and request.batch >= mesh.least(request.microbatches or 1):
                 yield mesh
 
 

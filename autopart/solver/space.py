@@ -1,6 +1,7 @@
 """The space of plans that is searched jointly, under schedules of one copy of the model, and what bounds its plans.
 
-    meshes        a pinned one; else all pp x dp, beside the axes inside segments that there are costs for
+    meshes        a pinned one; else all pp x dp, beside the axes inside segments that there are costs for; of few
+                  equal devices also those whose pipeline ranks differ in width, under 1f1b and gpipe
     tensors       the variants of what segments cost: the placements inside them that were found for those axes
     microbatches  a pinned count; else the powers of two, four a stage, and single samples
     placements    a pinned one; else ddp, zero1, zero2, fsdp (of an open pattern, for what it leaves open); where the
@@ -128,7 +129,7 @@ class Space(Shared):
             shape = self.shape(text, ranks, microbatches)
             if shape is None or len(shape.place) > len(request.costs) or not request.allows(len(shape.place)):
                 continue
-            if shape.several and mesh.widths:
+            if mesh.widths and (shape.several or (request.mesh is None and text not in WHOLE)):
                 continue
             if not (request.searched and text not in WHOLE and 3 * len(shape.place) * microbatches > LONGEST):
                 yield text
