@@ -32,7 +32,7 @@ def planned(model: Model, limit: int, **pins: Any) -> Plan | None:
         return None
 
 
-@settings(max_examples=8, deadline=None, derandomize=True)
+@settings(max_examples=4, deadline=None, derandomize=True)
 @given(models(), st.sampled_from([{"dp": 2}, {"dp": 4}, {"pp": 2, "dp": 2}]), PERCENT, st.sampled_from([1, 2]))
 def test_equals_brute_force_for_its_split(model: Model, mesh: dict[str, int], percent: int, count: int) -> None:
     """Of all ways to place the layers, the stages being what they are; a pinned placement for all is no better."""
