@@ -128,7 +128,11 @@ def test_files_round_trip(tmp_path: Path) -> None:
         (["plan", "optimality"], "optimal", "changed since it was written: optimality;"),
         (["plan", "microbatches"], 2, "changed since it was written: microbatches;"),
         (["digests", "batch"], "0", "changed since it was written: batch;"),
-        (["digests"], None, "changed since it was written: mesh.axes, mesh.coupled, mesh.shares, stages, "),
+        (
+            ["digests"],
+            None,
+            "changed since it was written: mesh.axes, mesh.coupled, mesh.shares, mesh.widths, stages, ",
+        ),
     ],
 )
 def test_tampered_files_are_refused(path: list[str | int], value: object, message: str, tmp_path: Path) -> None:
