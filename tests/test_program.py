@@ -77,7 +77,7 @@ def test_an_edited_text_is_verified_and_runs(tmp_path: Path) -> None:
         ("folder", "not a written program .there is no such folder"),
         ("empty", "it has no program.json"),
         ("rank", r"rank1\.py: missing from the written program"),
-        ("schema", "expected schema 'autopart.program', version 3"),
+        ("schema", "expected schema 'autopart.program', version 4"),
         ("operator", "expected an operator that is registered here .*'aten.nothing.default'"),
         ("field", r"staged: missing field edges"),
         ("json", "program.json: not JSON"),
