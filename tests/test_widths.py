@@ -26,7 +26,7 @@ from autopart.ir.plan import Plan
 from autopart.ir.program import Program
 from autopart.passes.verify import verify
 from autopart.solver import choose
-from autopart.testing import assert_parity
+from autopart.testing import LocalWorld, assert_parity
 from tests.launch import launch
 from tests.oracle import _backward, _exchange, _forward, every_split, stage_bytes
 from tests.test_joint import Model, Point, every_plan, layer, limit_of, models, numbers_of
@@ -247,8 +247,6 @@ def loop(*_: int) -> tuple[float, dict[str, torch.Tensor]]:
 
 @pytest.mark.soak
 def test_processes() -> None:
-    from autopart.testing import LocalWorld
-
     expected, state = LocalWorld(3).run(loop)[0]
     for found, other in launch(loop, 3, timeout=90).values:
         assert found == pytest.approx(expected, rel=1e-12)
@@ -339,6 +337,39 @@ def test_refused_in_calls() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(ValueError, match="unlike width, which loops whose steps overlap cannot be on yet"):
         next(iter(autopart.train_loop(model, optimizer, [data(8)])))
+
+
+@pytest.mark.soak
+def test_stages_of_one_width_share_a_parameter_beside_others() -> None:
+    pins = {"stages": ["middle", "last"], "placement": "zero1", "microbatches": 2}
+    assert_parity(Tied().double(), data(8), mesh={"pp": (2, 1, 2)}, **pins)
+
+
+def trained(_: int, widths: tuple[int, ...], folder: str, goes_on: bool) -> list[float]:
+    """The losses of two steps, of two more after a checkpoint, or of these alone, from the checkpoint."""
+    model = autopart.parallelize(net(), mesh={"pp": widths}, microbatches=2, placement="fsdp", capture="direct")
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=0.1), []
+    model.eval()  # masks are drawn by the number of the call
+    for step in range(4):
+        if goes_on and step == 1:
+            autopart.load(folder, model, optimizer)
+        if goes_on and step == 3:
+            break
+        loss = model(*data(8))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+        if not goes_on and step == 1:
+            autopart.save(folder, model, optimizer)
+    return losses
+
+
+@pytest.mark.soak
+def test_a_checkpoint_goes_on_under_other_widths(tmp_path: Path) -> None:
+    whole = LocalWorld(3).run(trained, (2, 1), str(tmp_path), False)[0]
+    rest = LocalWorld(4).run(trained, (1, 3), str(tmp_path), True)[0]
+    assert rest[1:] == pytest.approx(whole[2:], rel=1e-12)
 
 
 # ---- the planner -----------------------------------------------------------------------------------------------------
