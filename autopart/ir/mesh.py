@@ -182,8 +182,9 @@ class Mesh:
 
     def dealt(self, batch: int) -> tuple[int, ...]:
         """The samples of each part of a batch, by the largest remainders; of equal parts the first ones are larger."""
-        weights = self.shares or (1,) * self.parts
-        whole = sum(weights)
+        if not self.shares:
+            return pieces(batch, self.parts)
+        weights, whole = self.shares, sum(self.shares)
         found = [batch * each // whole for each in weights]
         order = sorted(range(len(weights)), key=lambda part: (-(batch * weights[part] % whole), part))
         for part in order[: batch - sum(found)]:
