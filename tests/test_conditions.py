@@ -12,7 +12,7 @@ from autopart.capture import capture, read
 from autopart.ir.graph import Size, map_arg
 from autopart.ir.mesh import Mesh
 from autopart.ir.placement import PRESETS, Mode, Modes, Placement
-from autopart.ir.plan import Plan, Prediction, Stage, StageMemory, stage_ranks
+from autopart.ir.plan import Plan, Prediction, Stage, StageMemory
 from autopart.ir.sharded import Sharded
 from autopart.ir.staged import Staged
 from autopart.passes.conditions import Break, Condition, conditions
@@ -40,7 +40,7 @@ def staged(name: str, *starts: int) -> Staged:
     rows = [tuple(names[a:b]) for a, b in zip(begins, ends, strict=True)]
     plan = Plan(
         mesh=mesh,
-        stages=tuple(Stage(row, stage_ranks(mesh, i)) for i, row in enumerate(rows)),
+        stages=tuple(Stage(row, mesh.column(i)) for i, row in enumerate(rows)),
         placements=(("*", Placement.fsdp()),),
         schedule="1f1b",
         microbatches=2,

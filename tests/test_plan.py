@@ -15,7 +15,7 @@ from torch import nn
 import autopart
 from autopart.ir.mesh import Mesh
 from autopart.ir.placement import STRATEGIES, Placement
-from autopart.ir.plan import Plan, Prediction, Stage, StageMemory, first_match, stage_ranks
+from autopart.ir.plan import Plan, Prediction, Stage, StageMemory, first_match
 from tests.placements import VALID
 
 PLACEMENTS = st.sampled_from(STRATEGIES).map(Placement.preset) | st.sampled_from(VALID).map(
@@ -34,7 +34,7 @@ def plans(draw: st.DrawFn) -> Plan:
     sent = tuple(((("all_reduce", draw(BYTES)), ("all_gather", draw(BYTES)))) for _ in range(mesh.size))
     return Plan(
         mesh=mesh,
-        stages=tuple(Stage((f"a.{k}", f"b.{k}"), stage_ranks(mesh, k)) for k in range(pp)),
+        stages=tuple(Stage((f"a.{k}", f"b.{k}"), mesh.column(k)) for k in range(pp)),
         placements=((draw(TEXT), draw(PLACEMENTS)), ("*", draw(PLACEMENTS))),
         schedule=draw(st.sampled_from(["gpipe", "1f1b"])),
         microbatches=microbatches,
@@ -57,7 +57,7 @@ def example() -> Plan:
     mesh = Mesh.of({"pp": 2, "dp": 2})
     return Plan(
         mesh=mesh,
-        stages=(Stage(("embed", "h.0", "h.1"), stage_ranks(mesh, 0)), Stage(("h.2", "head"), stage_ranks(mesh, 1))),
+        stages=(Stage(("embed", "h.0", "h.1"), mesh.column(0)), Stage(("h.2", "head"), mesh.column(1))),
         placements=(("h.*.mlp", Placement.fsdp()), ("*", Placement.zero1())),
         schedule="1f1b",
         microbatches=4,

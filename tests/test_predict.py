@@ -20,7 +20,7 @@ from autopart.draws import Draws
 from autopart.ir.action import Scheduled
 from autopart.ir.mesh import Mesh, pieces
 from autopart.ir.placement import PRESETS, Placement
-from autopart.ir.plan import Plan, Prediction, Stage, StageMemory, stage_ranks
+from autopart.ir.plan import Plan, Prediction, Stage, StageMemory
 from autopart.ir.program import Program
 from autopart.ir.segmented import Segmented
 from autopart.ir.staged import Staged
@@ -126,7 +126,7 @@ def case(
     runs = (tuple(names[a:b]) for a, b in pairwise(cuts))
     plan = Plan(
         mesh=sizes,
-        stages=tuple(Stage(run, stage_ranks(sizes, at)) for run, at in zip(runs, place, strict=True)),
+        stages=tuple(Stage(run, sizes.column(at)) for run, at in zip(runs, place, strict=True)),
         placements=(("*", Placement.preset(placement)),),
         schedule=order,
         microbatches=microbatches,

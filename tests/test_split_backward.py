@@ -24,7 +24,7 @@ from autopart.ir.action import Kind
 from autopart.ir.captured import Captured
 from autopart.ir.mesh import Mesh
 from autopart.ir.placement import Placement
-from autopart.ir.plan import Plan, Prediction, Stage, StageMemory, stage_ranks
+from autopart.ir.plan import Plan, Prediction, Stage, StageMemory
 from autopart.ir.program import Program
 from autopart.ir.segmented import Function, Halves
 from autopart.ir.staged import Staged
@@ -61,7 +61,7 @@ def plan_for(
     return Plan(
         mesh=sizes,
         stages=tuple(
-            Stage(tuple(names[a:b]), stage_ranks(sizes, i)) for i, (a, b) in enumerate(pairwise([*starts, len(names)]))
+            Stage(tuple(names[a:b]), sizes.column(i)) for i, (a, b) in enumerate(pairwise([*starts, len(names)]))
         ),
         placements=(("*", Placement.preset(placement)),),
         schedule=name,

@@ -9,7 +9,7 @@ import pytest
 from autopart.errors import CaptureError
 from autopart.ir.mesh import Mesh
 from autopart.ir.placement import Mode, Placement
-from autopart.ir.plan import Plan, Prediction, Stage, StageMemory, stage_ranks
+from autopart.ir.plan import Plan, Prediction, Stage, StageMemory
 from autopart.ir.staged import Staged
 from autopart.passes.segment import segment
 from autopart.passes.shard import shard
@@ -24,7 +24,7 @@ def plan(names: list[str], starts: tuple[int, ...], placement: str = "fsdp") -> 
     return Plan(
         mesh=mesh,
         stages=tuple(
-            Stage(tuple(names[a:b]), stage_ranks(mesh, i)) for i, (a, b) in enumerate(zip(starts, ends, strict=True))
+            Stage(tuple(names[a:b]), mesh.column(i)) for i, (a, b) in enumerate(zip(starts, ends, strict=True))
         ),
         placements=(("*", Placement.preset(placement)),),
         schedule="1f1b",

@@ -19,7 +19,7 @@ from autopart.errors import VerificationError
 from autopart.ir.captured import Captured
 from autopart.ir.mesh import Mesh
 from autopart.ir.placement import Placement
-from autopart.ir.plan import Plan, Prediction, Stage, StageMemory, stage_ranks
+from autopart.ir.plan import Plan, Prediction, Stage, StageMemory
 from autopart.ir.program import Program
 from autopart.passes.emit import emit
 from autopart.passes.normalise import normalise
@@ -68,7 +68,7 @@ def plan_for(
     return Plan(
         mesh=mesh,
         stages=tuple(
-            Stage(tuple(names[a:b]), stage_ranks(mesh, i)) for i, (a, b) in enumerate(zip(starts, ends, strict=True))
+            Stage(tuple(names[a:b]), mesh.column(i)) for i, (a, b) in enumerate(zip(starts, ends, strict=True))
         ),
         placements=(("*", Placement.preset(placement)),),
         schedule=name,

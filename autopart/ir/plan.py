@@ -147,7 +147,7 @@ class Plan:
 
     def _check_stages(self) -> None:
         """Raise ValueError unless stages, and what the schedule asks to be beside them, are where they can be."""
-        columns = [stage_ranks(self.mesh, column) for column in range(self.mesh.degree("pp"))]
+        columns = [self.mesh.column(column) for column in range(self.mesh.degree("pp"))]
         for number, stage in enumerate(self.stages):
             if stage.ranks not in columns:
                 raise ValueError(
@@ -237,10 +237,8 @@ class Plan:
     @property
     def largest(self) -> int:
         """The samples of the largest microbatch of the plan's batch."""
-        spans = (
-            self.mesh.spans(rank, self.mesh.dealt(self.batch), self.microbatches) for rank in range(self.mesh.size)
-        )
-        return max(count for each in spans for _, count in each)
+        most = -(-max(self.mesh.dealt(self.batch)) // self.microbatches)
+        return -(-most // min(self.mesh.widths, default=1))
 
     def fits(self, shares: Sequence[int] | None = None) -> bool:
         """Whether each microbatch can be split over the places inside segments as the plan has it.
@@ -339,8 +337,3 @@ def around(name: str) -> tuple[str, ...]:
     """What a pattern may match for it to hold for a dotted name: that name and those of the modules around it."""
     parts = name.split(".")
     return tuple(".".join(parts[:length]) for length in range(len(parts), 0, -1))
-
-
-def stage_ranks(mesh: Mesh, column: int) -> tuple[int, ...]:
-    """The ranks of a mesh that hold the stages of pp rank `column`."""
-    return mesh.column(column)

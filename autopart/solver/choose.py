@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Unpack
 
 from autopart.ir.cost import SegmentCost
-from autopart.ir.plan import Plan, Prediction, Stage, pinned_chunks, stage_ranks
+from autopart.ir.plan import Plan, Prediction, Stage, pinned_chunks
 from autopart.ir.plan_text import in_chunks
 from autopart.ir.plan_text import schedule as written
 from autopart.ir.tensor_plan import TensorPlan
@@ -244,7 +244,7 @@ def _plan(request: Request, solved: Solved, optimality: str, notes: tuple[str, .
     """The plan of a solution."""
     candidate = solved.candidate
     stages = [
-        Stage(request.names[i:j], stage_ranks(candidate.mesh, column))
+        Stage(request.names[i:j], candidate.mesh.column(column))
         for (i, j), column in zip(solved.runs, candidate.schedule.place, strict=True)
     ]
     if request.output is not None:

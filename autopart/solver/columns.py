@@ -15,7 +15,6 @@ from itertools import pairwise, permutations
 
 from autopart.cluster import Cluster
 from autopart.ir.mesh import Mesh
-from autopart.ir.plan import stage_ranks
 
 Order = tuple[int, ...]
 """Groups of a cluster, by number, in the order in which their devices are dealt; empty where all count alike."""
@@ -42,11 +41,12 @@ class Columns:
     @classmethod
     def of(cls, cluster: Cluster, mesh: Mesh, order: Order) -> Columns:
         """Those of a mesh on a cluster whose groups are dealt in some order."""
-        ranks = [stage_ranks(mesh, column) for column in range(mesh.degree("pp"))]
+        pp = mesh.degree("pp")
         if not order:
+            places = tuple((cluster,) * mesh.width(column) for column in range(pp))
             links = cluster.link_latency, cluster.link_bandwidth
-            places = tuple((cluster,) * mesh.width(column) for column in range(len(ranks)))
-            return cls((cluster,) * len(ranks), places, tuple(range(mesh.size)), *links)
+            return cls((cluster,) * pp, places, tuple(range(mesh.size)), *links)
+        ranks = [mesh.column(column) for column in range(pp)]
         dealt = dict(zip((rank for column in ranks for rank in column), _numbers(cluster, order), strict=False))
         clusters = tuple(part(cluster, [dealt[rank] for rank in column]) for column in ranks)
         places = tuple(

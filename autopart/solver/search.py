@@ -228,16 +228,18 @@ def stage_seconds(request: Request, solved: Solved) -> list[dict[str, float]]:
     looked = input_part(request, solved.candidate)
     if looked is not None:
         shared |= dict(zip("ED", segment_seconds(looked, request.cluster), strict=True))
-    made = []
+    made, columns = [], columns_of(request, solved.candidate)
     for (i, j), column in zip(solved.runs, solved.problem.place, strict=True):
-        first, *beside = [(each[i:j], cluster) for each, cluster in _abreast(request, solved, column)]
+        first, *beside = [(each[i:j], cluster) for each, cluster in _abreast(request, solved, columns, column)]
         made.append({**action_seconds(*first, first=i == 0 and looked is None, beside=beside), **shared})
     return made
 
 
-def _abreast(request: Request, solved: Solved, column: int) -> list[tuple[Sequence[SegmentNumbers], Cluster]]:
+def _abreast(
+    request: Request, solved: Solved, columns: Columns, column: int
+) -> list[tuple[Sequence[SegmentNumbers], Cluster]]:
     """What segments take, and on what, at each place of a column that has a share of the batch of its own."""
-    candidate, columns = solved.candidate, columns_of(request, solved.candidate)
+    candidate = solved.candidate
     if not (candidate.groups and candidate.mesh.shares):
         return [(solved.models[column].segments, columns.clusters[column])]
     costs = request.at(candidate.variant).costs

@@ -25,7 +25,7 @@ from typing import Unpack
 
 from autopart.ir.cost import SegmentCost
 from autopart.ir.placement import Modes, Placement
-from autopart.ir.plan import Plan, Prediction, Stage, stage_ranks
+from autopart.ir.plan import Plan, Prediction, Stage
 from autopart.ir.plan_text import schedule
 from autopart.ir.tensor_plan import TensorPlan
 from autopart.ir.traffic import sent_bytes
@@ -260,9 +260,7 @@ def plan_of(space: Space, point: Served, *, complete: bool, fingerprint: str) ->
     whole = "" if complete else " that there was time for"
     return Plan(
         mesh=setting.mesh,
-        stages=tuple(
-            Stage(request.names[i:j], stage_ranks(setting.mesh, column)) for column, (i, j) in enumerate(runs)
-        ),
+        stages=tuple(Stage(request.names[i:j], setting.mesh.column(column)) for column, (i, j) in enumerate(runs)),
         placements=setting.placements,
         schedule=setting.text,
         microbatches=setting.microbatches,

@@ -27,6 +27,7 @@ class Shared:
         self._shapes: dict[tuple[str, int, int], Shape | None] = {}
         self._flushes: dict[tuple[str, int, int], Flush] = {}
         self._tables: dict[tuple[int, bool, Places], Table] = {}
+        self._beside: dict[tuple[int, bool, Mesh, int, Order], tuple[Table, tuple[Table, ...]]] = {}
         self._columns: dict[tuple[Mesh, Order], Columns] = {}
         self._holdings: dict[tuple[int, int, int], Holding] = {}
         self._placed: dict[tuple[int, int], Placed] = {}
@@ -98,19 +99,27 @@ class Shared:
 
         Where pipeline ranks differ in width, at that of the widest one.
         """
-        tables, widths = self.tables(setting), setting.mesh.widths
-        if widths:
-            tables = tuple(tables[column] for column in sorted(range(len(widths)), key=lambda at: -widths[at]))
-        return tables[0] if len(set(map(id, tables))) == 1 else Table.least(tables)
+        return self._both(setting)[0]
 
     def tables(self, setting: Setting) -> tuple[Table, ...]:
         """The segments as each column runs them."""
-        return tuple(self._table(setting, each) for each in self.places(setting))
+        return self._both(setting)[1]
 
-    def _table(self, setting: Setting, places: Places) -> Table:
-        key = setting.variant, self.halved(setting), places
+    def _both(self, setting: Setting) -> tuple[Table, tuple[Table, ...]]:
+        """The `table` and the `tables` of a setting."""
+        mesh, halved = setting.mesh, self.halved(setting)
+        key = setting.variant, halved, mesh, setting.microbatches, setting.groups
+        if key not in self._beside:
+            tables = tuple(self._table(setting.variant, halved, each) for each in self.places(setting))
+            first = tables[max(range(len(tables)), key=mesh.width)]
+            one = first if len(set(map(id, tables))) == 1 else Table.least([first, *tables])
+            self._beside[key] = one, tables
+        return self._beside[key]
+
+    def _table(self, variant: int, halved: bool, places: Places) -> Table:
+        key = variant, halved, places
         if key not in self._tables:
-            self._tables[key] = Table.of(self.costs(setting.variant), places, halved=key[1])
+            self._tables[key] = Table.of(self.costs(variant), places, halved=halved)
         return self._tables[key]
 
     def placed(self, setting: Setting) -> Placed:
