@@ -13,25 +13,12 @@ from typing import NoReturn
 import torch
 
 from autopart.errors import CaptureError
-from autopart.ir.graph import Arg, Dim, Node, Ref, Size, Value
+from autopart.ir.graph import Arg, Node, Ref, Size, Value
 from autopart.ir.placement import Partial, Replicate, Shard, TensorPlacement
+from autopart.passes.fact import Fact, Groups, Of, Picks
+from autopart.passes.rows import WRITES, groups_of, picked, picks_of, sorted_facts
 from autopart.rules.factor import ArgPath, Call, Dims, Factor, Rule, bind, is_batch, slots
 from autopart.rules.table import rule_of
-
-
-@dataclass(frozen=True, slots=True)
-class Fact:
-    """What is known of a value.
-
-    `free`: no parameter, tangent or random number enters it; `zero`: it is all zero; `uniform`: all its samples are
-    alike; `counts`: it numbers this many rows of the batch from 0, so it may only pick each sample's own row.
-    """
-
-    place: TensorPlacement
-    free: bool
-    zero: bool = False
-    uniform: bool = False
-    counts: Dim | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,15 +81,23 @@ class _Step:
 
     def dependence(self) -> Dependence:
         """Place the results, and say which operands take a share."""
-        picked = self._picked_rows()
-        counted = self._counted()
-        batch = None if counted is not None and self.name == "arange" else self._batch(picked)
+        known = sorted_facts(self.name, self.call, self.facts, self.free)
+        if known is not None:
+            return Dependence(known)
+        picks = picks_of(self.name, self.call, self.facts)
+        groups = groups_of(self.name, self.call, self.facts)
+        self.picked = self._picked_rows(picks)
+        self.order = self._order()
+        batch = None if picks is not None and self.name == "arange" else self._batch()
         partial = frozenset(slot for slot, fact in self.facts.items() if isinstance(fact.place, Partial))
-        pending = partial - self.rule.shape_only
-        places, sums = self._places(batch, pending, picked)
+        pending = partial - self.rule.shape_only - self._ends()
+        places, sums = self._places(batch, pending)
         zero, uniform = self.zero(), self._uniform()
+        order = self.picked.order if self.picked is not None and self.name in WRITES else self.order
         facts = {
-            out.name: Fact(place, self.free, zero, uniform and isinstance(place, Shard), counted)
+            out.name: Fact(place, self.free, zero, uniform, picks, order, groups)
+            if isinstance(place, Shard)
+            else Fact(place, self.free, zero, groups=groups)
             for (_, out), place in zip(self.outs, places, strict=True)
         }
         return Dependence(facts, self._shares(sums, pending))
@@ -120,19 +115,21 @@ class _Step:
 
     # ---- the batch factor --------------------------------------------------------------------------------------------
 
-    def _batch(self, picked: bool) -> tuple[int, int] | None:
+    def _batch(self) -> tuple[int, int] | None:
         """The factor that is the batch, with the number of elements outside of the batch within it."""
         exact: set[tuple[int, int]] = set()
         alike: set[tuple[int, int]] = set()
         dims = dict(self.rule.operands)
         for slot, fact in self.facts.items():
-            if not isinstance(fact.place, Shard) or (picked and slot == "self"):
+            if not isinstance(fact.place, Shard) or (self.picked is not None and slot == "self"):
                 continue
             found = _locate(dims[slot], self.rule.factors, fact)
             if slot in self.rule.shape_only and (found is None or self.rule.factors[found[0]].blocked):
                 continue  # the dims of the result do not come from this one
             if found is None:
                 self._couple("it regroups the batch with another dim")
+            if fact.order and dims[slot][fact.place.dim] != (found[0],):
+                self._couple("it regroups rows that were sorted")
             (alike if fact.uniform else exact).add(found)
         if not exact and not alike:
             made = (dim for result, _ in self.outs for dim in self.rule.results[result] or ())
@@ -142,12 +139,12 @@ class _Step:
         if not exact and not alike:
             return None
         batch = next(iter(exact or alike))
-        if self.rule.factors[batch[0]].blocked and not picked:
+        if self.rule.factors[batch[0]].blocked and self.picked is None and not self._ends():
             self._couple(_REASONS.get(self.name, "it needs the whole of the batch dim at once"))
         return batch
 
     def _places(
-        self, batch: tuple[int, int] | None, pending: frozenset[str], picked: bool
+        self, batch: tuple[int, int] | None, pending: frozenset[str]
     ) -> tuple[list[TensorPlacement], frozenset[str]]:
         """The placements of the results, and the slots that are summed into them."""
         count = len(self.outs)
@@ -155,7 +152,7 @@ class _Step:
             if self.name == "arange":
                 return [Shard(0)] * count, frozenset()
             return ([Partial()] * count, self._linear(pending)) if pending else ([Replicate()] * count, frozenset())
-        if picked and "index_put" in self.name:
+        if self.picked is not None and self.name in WRITES:
             places: list[TensorPlacement] = [self.facts["self"].place]
         else:
             places = [self._place(i, out, batch) for i, out in self.outs]
@@ -170,6 +167,8 @@ class _Step:
         factor, within = batch
         place: TensorPlacement = Replicate()
         for i, dim in enumerate(self.rule.results[result] or ()):
+            if factor in dim and self.order and len(dim) > 1:
+                self._couple("it regroups rows that were sorted")
             if factor in dim:
                 place = Shard(i, within * _elements(dim[: dim.index(factor)], self.rule.factors))
         if self.rule.contracts(result, factor):
@@ -215,35 +214,40 @@ class _Step:
             raise NeededWhole(frozenset(out.name for _, out in self.outs))
         refuse(self.node, f"couples the samples of a batch: {why}")
 
-    # ---- numbers of samples ------------------------------------------------------------------------------------------
+    # ---- the order of rows (`rows`) ----------------------------------------------------------------------------------
 
-    def _counted(self) -> Dim | None:
-        """How many rows the result numbers: ``arange(batch)``, seen through views of it."""
-        if self.name == "arange":
-            end, start, step = (self.call.args.get(name, default) for name, default in _RANGE)
-            return end if start == 0 and step == 1 and isinstance(end, Size) and end.constant == 0 else None
-        counts = [fact.counts for fact in self.facts.values() if fact.counts is not None]
-        return counts[0] if counts and self.name in _VIEWS else None
+    def _picked_rows(self, picks: Picks | None) -> Picks | None:
+        """The rows that this picks, such as each sample's own: the same ones in a microbatch as in the whole batch.
 
-    def _picked_rows(self) -> bool:
-        """Whether this is ``x[arange(batch), ...]``: each sample's own row, in a microbatch as in the whole batch.
-
-        Refuses any other use of a sample's number, which is not the same in a microbatch.
+        Refuses any use of the rows' numbers but to pick them or to make other such numbers, `picks`, of them: they are
+        not the same in a microbatch.
         """
-        counting = {slot: fact.counts for slot, fact in self.facts.items() if fact.counts is not None}
-        if not counting or self.name in _VIEWS:
-            return False
-        place = self.facts["self"].place if "self" in self.facts else None
-        if self.name in _INDEXED and isinstance(place, Shard) and place.outer == 1:
-            rows = self.call.shape("self")[place.dim]
-            if counting == {f"indices.{place.dim}": rows}:
-                return True
-        self._couple(_REASONS["arange"])
+        read = ((slot, fact.picks) for slot, fact in self.facts.items() if slot not in self.rule.shape_only)
+        picking = {slot: found for slot, found in read if found is not None}
+        found = picked(self.name, self.call, self.facts, picking) if picking else None
+        if picking and picks is None and found is None:
+            self._couple(_REASONS["arange"])
+        return found
+
+    def _order(self) -> str:
+        """The order of the rows that are read, those aside that are picked from, and what is the same in any order."""
+        aside = self.rule.shape_only | ({"self"} if self.picked is not None else set())
+        orders = {
+            fact.order
+            for slot, fact in self.facts.items()
+            if slot not in aside and isinstance(fact.place, Shard) and not (fact.zero or fact.uniform)
+            if slot != "values" or fact.picks is None  # which is arange, of whichever rows it is written to
+        }
+        if len(orders) > 1:
+            self._couple("it puts rows that were sorted beside rows in another order")
+        return orders.pop() if orders else ""
+
+    def _ends(self) -> frozenset[str]:
+        """The operands that say where groups of just these rows end, so that a microbatch's may be taken alone."""
+        ends = Groups(Of.ENDS, self.order)
+        return frozenset(slot for slot in self.rule.ends if slot in self.facts and self.facts[slot].groups == ends)
 
 
-_VIEWS = frozenset({"unsqueeze", "squeeze", "view", "_unsafe_view", "expand", "permute", "transpose", "clone", "alias"})
-_INDEXED = frozenset({"index", "_unsafe_index", "index_put", "_unsafe_index_put"})
-_RANGE = (("end", 0), ("start", 0), ("step", 1))
 _NUMBERS = "it uses the numbers of the samples, and a microbatch does not know where in the batch it is"
 _SQUEEZE = "it drops a dim of size 1, which the batch may be in a microbatch; name the dim that it is to drop"
 _STATISTICS = "it normalises by the statistics of the whole batch"

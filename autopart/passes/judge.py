@@ -15,12 +15,12 @@ from autopart.ir.graph import Arg, Dim, Form, Input, Node, Output, Size
 from autopart.ir.placement import Partial, Replicate, Shard, TensorPlacement
 from autopart.passes.dependence import (
     ADVICE,
-    Fact,
     NeededWhole,
     batch_dims,
     depend,
     refuse,
 )
+from autopart.passes.fact import Fact
 from autopart.rules.factor import ArgPath, slots
 
 
@@ -166,7 +166,9 @@ class _Scan:
             found = depend(node, self.values, self.facts)
             self.facts.update(found.facts)
             kinds = tuple([self._kind(name) for name in names])
-            known = self._known[key] = tuple([found.facts[name] for name in names]), kinds, found.shares
+            known = tuple([found.facts[name] for name in names]), kinds, found.shares
+            if not any(found.facts[name].order in names for name in names):  # no two sorts give the same order
+                self._known[key] = known
         facts, kinds, shares = known
         self.facts.update(zip(names, facts, strict=True))
         self._kinds.update(zip(names, kinds, strict=True))
@@ -208,6 +210,9 @@ class _Scan:
     def needs_share(self, output: Output, nodes: Sequence[Node]) -> bool:
         """Whether an output must be multiplied by the microbatch's share; refuses what cannot be put together."""
         fact = self.facts[output.name]
+        if fact.order or fact.picks is not None:
+            made = next(node for node in nodes if output.name in node.names())
+            refuse(made, "couples the samples of a batch: what it makes of sorted rows is returned in their order")
         if output.kind == "mutation" and not isinstance(fact.place, Replicate):
             made = next(node for node in nodes if output.name in node.names())
             refuse(made, f"updates the buffer {output.target!r} from the samples, which are those of a part")

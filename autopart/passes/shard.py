@@ -20,7 +20,8 @@ from autopart.ir.graph import Share
 from autopart.ir.placement import Partial, PerSlice, TensorPlacement
 from autopart.ir.segmented import Function, Segment, Segmented
 from autopart.ir.sharded import Sharded
-from autopart.passes.dependence import Fact, depend
+from autopart.passes.dependence import depend
+from autopart.passes.fact import Fact
 from autopart.passes.slices import given, in_slice
 from autopart.rules.factor import argument
 
@@ -38,7 +39,7 @@ def shard(segmented: Segmented) -> Sharded:
         if out.kind == "loss" and placed is not None and not walk.adds_up(placed):
             raise CaptureError(f"the loss is {placed.place} over microbatches, where it must be a part of a sum")
     between = {name: walk.facts[name].place for segment in segmented.segments for name in _passing(segment)}
-    numbering = tuple(name for name in between if walk.facts[name].counts is not None)
+    numbering = tuple(name for name in between if walk.facts[name].picks is not None or walk.facts[name].order)
     return Sharded(segmented, AXIS, between, tuple(walk.inside), numbering)
 
 

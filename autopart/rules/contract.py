@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from autopart.ir.graph import Dim
 from autopart.rules.factor import Call, Family, Rule, common
@@ -38,7 +39,8 @@ def _grouped(call: Call) -> Rule:
     lanes: Dim = 16 // call.operands[0].value.dtype.itemsize
     for size in inner:
         lanes = common(lanes, size)
-    return loops(call, spec, blocked=whole, known={"x": lanes}, linear=("self", "mat2"))
+    rule = loops(call, spec, blocked=whole, known={"x": lanes}, linear=("self", "mat2"))
+    return replace(rule, ends=frozenset({"offs"}))
 
 
 RULES: Mapping[str, Family] = {

@@ -77,7 +77,8 @@ class Rule:
     `operands` and `results` give the factors of every dim (None for a result that nothing uses). `linear` holds sets of
     slots, tensors or numbers, in which the call is jointly linear while all else is fixed. `sizes` names the integer
     arguments that are products of factors, so a call on a piece passes smaller ones. Of operands in `shape_only` only
-    the shape matters; a pair in `unread` is a result (by number) and an operand that it does not depend on.
+    the shape matters; a pair in `unread` is a result (by number) and an operand that it does not depend on. Operands in
+    `ends` say where groups of rows end: with those of some rows alone, a call may be on these, though they are blocked.
     """
 
     factors: tuple[Factor, ...]
@@ -87,6 +88,7 @@ class Rule:
     sizes: tuple[tuple[str, Product], ...] = ()
     shape_only: frozenset[str] = frozenset()
     unread: frozenset[tuple[int, str]] = frozenset()
+    ends: frozenset[str] = frozenset()
 
     def contracts(self, result: int, factor: int) -> bool:
         """Whether a result combines over a factor: it lacks the factor, and an operand that it depends on has it."""

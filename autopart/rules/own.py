@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autopart._torch import OpOverload
 from autopart.ir.graph import Arg, Dim, Size
@@ -34,8 +34,8 @@ class Misfit(Exception):
 class OwnRule:
     """The rule of an operator as its owner wrote it (`text`), read; called as the families of the table are.
 
-    `whole` are the loops that cannot be split, those of ``_`` among them; `linear` and `sizes` as in `Rule`. `reads`
-    has the operands that a result depends on, by its number, where these are not all.
+    `whole` are the loops that cannot be split, those of ``_`` among them; `linear`, `sizes` and `ends` are as in
+    `Rule`. `reads` has the operands that a result depends on, by its number, where these are not all.
     """
 
     text: str
@@ -45,6 +45,7 @@ class OwnRule:
     linear: tuple[str, ...]
     sizes: tuple[tuple[str, tuple[str, ...]], ...]
     reads: tuple[tuple[int, tuple[str, ...]], ...] = ()
+    ends: tuple[str, ...] = ()
 
     def __call__(self, call: Call) -> Rule:
         """The rule of one call. Raises Misfit if the text does not fit its shapes."""
@@ -72,7 +73,7 @@ class OwnRule:
             raise Misfit(f"no shape tells the size of loop {error}; name an argument that does in sizes=") from None
         _check_sizes(call, rule, given)
         _check_results(rule, list(_shaped(call, (), results)))
-        return rule
+        return replace(rule, ends=frozenset(self.ends))
 
     @staticmethod
     def _is_list(call: Call) -> bool:
@@ -110,6 +111,7 @@ def read(
     linear: Sequence[str] = (),
     sizes: Mapping[str, str] | None = None,
     reads: Mapping[int, str] | None = None,
+    ends: str = "",
 ) -> OwnRule:
     """The rule that the text says of an operator. Raises ValueError for what does not fit its schema."""
     schema = op._schema
@@ -133,6 +135,7 @@ def read(
         linear=tuple(linear),
         sizes=tuple((slot, tuple(loops.split())) for slot, loops in (sizes or {}).items()),
         reads=tuple((number, tuple(names.split())) for number, names in (reads or {}).items()),
+        ends=tuple(ends.split()),
     )
     _check_names(op, made)
     return made
@@ -170,6 +173,7 @@ def _check_names(op: OpOverload, rule: OwnRule) -> None:
         ("sizes", [slot.split(".")[0] for slot, _ in rule.sizes], arguments),
         ("reads", [name for _, names in rule.reads for name in names], dict(rule.operands).keys()),
         ("reads", [str(number) for number, _ in rule.reads], set(map(str, range(len(rule.results))))),
+        ("ends", rule.ends, dict(rule.operands).keys()),
         ("linear", [word.rstrip("*") for words in rule.linear for word in words.split()], arguments),
     ):
         unknown = sorted(set(given) - known)

@@ -18,6 +18,7 @@ def register_sharding_rule(
     linear: Sequence[str] = (),
     sizes: Mapping[str, str] | None = None,
     reads: Mapping[int, str] | None = None,
+    ends: str = "",
 ) -> None:
     """Say which loops an operator of your own has, and which dims they are: then it may run on parts of its operands.
 
@@ -33,7 +34,8 @@ def register_sharding_rule(
     bias")``; a bias that is added to a sum must be in all of them. `sizes` names the whole numbers among the arguments
     that count loops, and so are smaller on a part: ``{"hidden": "h", "shape.0": "b"}``. `reads` says, by a result's
     number, which operands it depends on where these are not all: the gradient of a bias, third of a backward's results,
-    is summed over the loops of the incoming gradient alone, ``{2: "grad"}``.
+    is summed over the loops of the incoming gradient alone, ``{2: "grad"}``. `ends` names the operands that say where
+    groups of rows end, as a grouped product has them, whose rows are `whole`: a microbatch has groups of its own.
 
     ``autopart.testing.check_sharding_rule`` executes the operator to see whether the rule is right. Raises ValueError
     for a rule that does not fit the schema, for an operator that has a rule already, unless it is this one, and for one
@@ -46,4 +48,4 @@ def register_sharding_rule(
         raise ValueError(f"op: {found} writes to its arguments; return a new tensor instead")
     if own.own_rule(found) is None and family(found) is not None:
         raise ValueError(f"op: {found} has a rule of autopart's")
-    own.keep(found, own.read(found, rule, whole=whole, linear=linear, sizes=sizes, reads=reads))
+    own.keep(found, own.read(found, rule, whole=whole, linear=linear, sizes=sizes, reads=reads, ends=ends))
