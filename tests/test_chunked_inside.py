@@ -115,15 +115,16 @@ def test_a_place_keeps_less_and_exchanges_once_a_chunk() -> None:
 
 
 def test_an_exchange_that_a_chunk_lacks_is_found() -> None:
-    """The sums of the softmax over the vocabulary, of every token: left to one place's classes in the first chunk."""
+    """The products of a place's rows, which it has twice in the first chunk instead of those of both places."""
     made = program(chunks=CHUNKS)
     source = made.ranks[0].source
     start = source.index("    for start", source.index("def norm_forward"))
     line = next(each for each in source[start:].splitlines() if "world.all_" in each)
     name, call = line.strip().split(" = ", 1)
-    broken = source.replace(line, f"        {name} = {call} if start else logsumexp.expand(2, -1, -1)", 1)
+    mine = call.split("(")[1].split(",")[0]
+    broken = source.replace(line, f"        {name} = {call} if start else torch.cat(({mine}, {mine}), 1)", 1)
     ranks = (replace(made.ranks[0], source=broken), *made.ranks[1:])
-    with pytest.raises(VerificationError):
+    with pytest.raises(VerificationError, match=r"rule values: .*all_gather_values"):
         verify(replace(made, ranks=ranks))
 
 

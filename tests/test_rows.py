@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from autopart.capture import capture, read
 from autopart.errors import CaptureError
-from autopart.ir.placement import Shard
 from autopart.passes.normalise import normalise
 from autopart.testing import assert_parity
 from tests.axis_zoo import GROUPED, Widened, _tokens
@@ -145,7 +144,7 @@ def _wrong(change: str) -> Experts:
             rows = rows.view(-1, CHOSEN, WIDTH).softmax(1).view(-1, WIDTH)
         if change == "drawn":
             rows = F.dropout(rows, 0.5)
-        ends = ends_of((keys if change != "other groups" else ids.flatten()))
+        ends = ends_of(keys if change != "other groups" else ids.flatten())
         if change == "other ends":
             ends = ends - 1
         y = s.groups(rows, ends)
