@@ -13,10 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import autopart
 from autopart.capture import capture, read
 from autopart.errors import CaptureError
 from autopart.passes.normalise import normalise
-from autopart.testing import assert_parity
+from autopart.testing import assert_parity, check_sharding_rule
+from autopart.testing.rules import RuleError
 from tests.axis_zoo import GROUPED, Widened, _tokens
 from tests.zoo import Specimen
 
@@ -109,6 +111,11 @@ def hugging_face(name: str = "Mixtral", **sizes: int) -> Specimen:
     return Specimen(Widened(getattr(transformers, f"{name}ForCausalLM")(config)), (), _tokens())
 
 
+KINDS: Mapping[str, dict[str, int]] = {
+    "Mixtral": {"intermediate_size": 24, "num_local_experts": 4},
+    "Qwen3Moe": {"intermediate_size": 32, "moe_intermediate_size": 24, "num_experts": 4, "head_dim": 8},
+    "GptOss": {"intermediate_size": 24, "num_local_experts": 4, "head_dim": 8, "sliding_window": 8},
+}
 MESHES: Mapping[str, dict[str, Any]] = {
     "pp2 dp2": {"mesh": {"pp": 2, "dp": 2}, "placement": "fsdp", "microbatches": 2},
     "pp 2 then 1": {"mesh": {"pp": (2, 1)}, "microbatches": 2},
@@ -117,11 +124,47 @@ MESHES: Mapping[str, dict[str, Any]] = {
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", [pytest.param(k, marks=[pytest.mark.soak] if i else []) for i, k in enumerate(KINDS)])
 @pytest.mark.parametrize("mesh", [pytest.param(m, marks=[pytest.mark.soak] if i else []) for i, m in enumerate(MESHES)])
-def test_hugging_faces_mixture_by_default(mesh: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hugging_faces_mixtures_by_default(mesh: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(moe, "_can_use_grouped_mm", lambda *_: False)  # torch's own is not for float64
-    found = hugging_face(intermediate_size=24, num_local_experts=4)
-    assert_parity(found.model, found.args, found.kwargs, tolerance=1e-9, capture="compile", **MESHES[mesh])
+    found = hugging_face(kind, **KINDS[kind])
+    assert_parity(found.model, found.args, found.kwargs, tolerance=1e-8, capture="compile", **MESHES[mesh])
+
+
+def _sample(rows: int) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    made = (torch.randn(*size, generator=generator).double() for size in ((rows, WIDTH), (EXPERTS, WIDTH, 5)))
+    return (*made, torch.tensor([2, 2, rows]))
+
+
+def test_each_groups_rows_may_be_computed_in_parts() -> None:
+    x, w, ends = _sample(7)
+    check_sharding_rule(grouped, (x, w, ends))
+    check_sharding_rule("transformers::grouped_mm_fallback_backward", (x, w, ends, torch.randn(7, 5).double()))
+
+
+@torch.library.custom_op("tests_rows::centred", mutates_args=())
+def centred(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
+    """A grouped product of rows without their mean, which is that of all rows."""
+    made: Tensor = grouped(x - x.mean(0), w, ends)
+    return made
+
+
+@centred.register_fake
+def _(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], w.shape[2])
+
+
+def test_a_rule_by_which_rows_stand_alone_that_do_not_is_found() -> None:
+    autopart.register_sharding_rule(centred, "t h, e h k, e -> t k", whole="t e", ends={"t": "ends"})
+    with pytest.raises(RuleError, match=r"centred.*loop 't' in groups that end at ends: result 0"):
+        check_sharding_rule(centred, _sample(7))
+
+
+def test_only_a_whole_loop_has_ends() -> None:
+    with pytest.raises(ValueError, match="ends: h: expected one of e, t"):
+        autopart.register_sharding_rule(centred, "t h, e h k, e -> t k", whole="t e", ends={"h": "ends"})
 
 
 # ---- what is refused -------------------------------------------------------------------------------------------------

@@ -90,7 +90,7 @@ class _Step:
         self.order = self._order()
         batch = None if picks is not None and self.name == "arange" else self._batch()
         partial = frozenset(slot for slot, fact in self.facts.items() if isinstance(fact.place, Partial))
-        pending = partial - self.rule.shape_only - self._ends()
+        pending = partial - self.rule.shape_only - {slot for _, slot in self._ends()}
         places, sums = self._places(batch, pending)
         zero, uniform = self.zero(), self._uniform()
         order = self.picked.order if self.picked is not None and self.name in WRITES else self.order
@@ -139,7 +139,7 @@ class _Step:
         if not exact and not alike:
             return None
         batch = next(iter(exact or alike))
-        if self.rule.factors[batch[0]].blocked and self.picked is None and not self._ends():
+        if self.rule.factors[batch[0]].blocked and self.picked is None and batch[0] not in dict(self._ends()):
             self._couple(_REASONS.get(self.name, "it needs the whole of the batch dim at once"))
         return batch
 
@@ -242,10 +242,10 @@ class _Step:
             self._couple("it puts rows that were sorted beside rows in another order")
         return orders.pop() if orders else ""
 
-    def _ends(self) -> frozenset[str]:
-        """The operands that say where groups of just these rows end, so that a microbatch's may be taken alone."""
+    def _ends(self) -> tuple[tuple[int, str], ...]:
+        """The factors whose groups are of just these rows, so that a microbatch's may be alone, and what says so."""
         ends = Groups(Of.ENDS, self.order)
-        return frozenset(slot for slot in self.rule.ends if slot in self.facts and self.facts[slot].groups == ends)
+        return tuple((factor, slot) for factor, slot in self.rule.ends if self.facts[slot].groups == ends)
 
 
 _NUMBERS = "it uses the numbers of the samples, and a microbatch does not know where in the batch it is"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 from autopart.ir.graph import Dim
 from autopart.rules.factor import Call, Family, Rule, common
@@ -39,8 +38,7 @@ def _grouped(call: Call) -> Rule:
     lanes: Dim = 16 // call.operands[0].value.dtype.itemsize
     for size in inner:
         lanes = common(lanes, size)
-    rule = loops(call, spec, blocked=whole, known={"x": lanes}, linear=("self", "mat2"))
-    return replace(rule, ends=frozenset({"offs"}))
+    return loops(call, spec, blocked=whole, known={"x": lanes}, linear=("self", "mat2"), ends={"t": "offs"})
 
 
 RULES: Mapping[str, Family] = {

@@ -77,8 +77,9 @@ class Rule:
     `operands` and `results` give the factors of every dim (None for a result that nothing uses). `linear` holds sets of
     slots, tensors or numbers, in which the call is jointly linear while all else is fixed. `sizes` names the integer
     arguments that are products of factors, so a call on a piece passes smaller ones. Of operands in `shape_only` only
-    the shape matters; a pair in `unread` is a result (by number) and an operand that it does not depend on. Operands in
-    `ends` say where groups of rows end: with those of some rows alone, a call may be on these, though they are blocked.
+    the shape matters; a pair in `unread` is a result (by number) and an operand that it does not depend on. A pair in
+    `ends` is a factor whose iterations lie group after group, and the operand that says where each group ends: though
+    the factor is blocked, a call may be on some of each group's alone, with where those end.
     """
 
     factors: tuple[Factor, ...]
@@ -88,7 +89,7 @@ class Rule:
     sizes: tuple[tuple[str, Product], ...] = ()
     shape_only: frozenset[str] = frozenset()
     unread: frozenset[tuple[int, str]] = frozenset()
-    ends: frozenset[str] = frozenset()
+    ends: tuple[tuple[int, str], ...] = ()
 
     def contracts(self, result: int, factor: int) -> bool:
         """Whether a result combines over a factor: it lacks the factor, and an operand that it depends on has it."""
@@ -262,6 +263,7 @@ class Draft:
         sizes: Mapping[str, Product] | None = None,
         shape_only: Sequence[str] = (),
         unread: Sequence[tuple[int, str]] = (),
+        ends: Sequence[tuple[int, str]] = (),
     ) -> Rule:
         """The finished rule; `linear` holds sets of slots, each as words in a string."""
         return Rule(
@@ -272,6 +274,7 @@ class Draft:
             tuple((sizes or {}).items()),
             frozenset(shape_only),
             frozenset(unread),
+            tuple(ends),
         )
 
 

@@ -13,11 +13,11 @@ LIBRARIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     # Experts of Hugging Face's mixtures: tokens t in the order of their experts e, of which each has its own number
     "transformers.grouped_mm_fallback.default": (
         "t h, e h k, e -> t k",
-        {"whole": "t e", "linear": ("input", "weight"), "ends": "offs"},
+        {"whole": "t e", "linear": ("input", "weight"), "ends": {"t": "offs"}},
     ),
     "transformers.grouped_mm_fallback_backward.default": (
         "t h, e h k, e, t k -> t h, e h k",
-        {"whole": "t e", "linear": ("grad_output",), "ends": "offs"},
+        {"whole": "t e", "linear": ("grad_output",), "ends": {"t": "offs"}},
     ),
 }
 """By operator: the text of `register_sharding_rule`, and its options."""

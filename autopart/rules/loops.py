@@ -76,14 +76,18 @@ def loops(
     known: Mapping[str, Dim] | None = None,
     sizes: Mapping[str, str] | None = None,
     unread: Sequence[tuple[int, str]] = (),
+    ends: Mapping[str, str] | None = None,
 ) -> Rule:
     """The rule that `spec` says for `call`.
 
     `blocked` names the letters that cannot be split (``*`` for all of the leading dims), `known` the sizes that shapes
-    alone do not tell, `sizes` the integer arguments that are products of letters; the rest is as in `Rule`.
+    alone do not tell, `sizes` the integer arguments that are products of letters, `ends` by letter the operand that
+    says where the groups of its loop end; the rest is as in `Rule`.
     """
     operands, results = _parse(spec)
-    return described(call, operands, results, blocked=blocked, linear=linear, known=known, sizes=sizes, unread=unread)
+    return described(
+        call, operands, results, blocked=blocked, linear=linear, known=known, sizes=sizes, unread=unread, ends=ends
+    )
 
 
 def described(
@@ -96,6 +100,7 @@ def described(
     known: Mapping[str, Dim] | None = None,
     sizes: Mapping[str, Sequence[str]] | None = None,
     unread: Sequence[tuple[int, str]] = (),
+    ends: Mapping[str, str] | None = None,
 ) -> Rule:
     """`loops` for terms that are parsed already, whose loops may have names of any length."""
     operands = [(slot, _fit(term, call.ndim(slot))) for slot, term in operand_terms if call.has(slot)]
@@ -125,6 +130,7 @@ def described(
         [None if t is None or o is None else dims(t, o.shape) for t, o in zip(results, call.results, strict=False)],
         linear=linear,
         unread=unread,
+        ends=[(factors[loop][0], slot) for loop, slot in (ends or {}).items() if factors.get(loop) and call.has(slot)],
         sizes={
             slot: tuple(f for x in loops for f in factors[x])
             for slot, loops in (sizes or {}).items()

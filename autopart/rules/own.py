@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from autopart._torch import OpOverload
 from autopart.ir.graph import Arg, Dim, Size
@@ -45,7 +45,7 @@ class OwnRule:
     linear: tuple[str, ...]
     sizes: tuple[tuple[str, tuple[str, ...]], ...]
     reads: tuple[tuple[int, tuple[str, ...]], ...] = ()
-    ends: tuple[str, ...] = ()
+    ends: tuple[tuple[str, str], ...] = ()
 
     def __call__(self, call: Call) -> Rule:
         """The rule of one call. Raises Misfit if the text does not fit its shapes."""
@@ -65,6 +65,7 @@ class OwnRule:
                 linear=self.linear,
                 known=known,
                 sizes={slot: loops for slot, loops in self.sizes if slot in given},
+                ends=dict(self.ends),
                 unread=[
                     (n, slot) for n, names in self.reads for slot, _ in operands if slot.split(".")[0] not in names
                 ],
@@ -73,7 +74,7 @@ class OwnRule:
             raise Misfit(f"no shape tells the size of loop {error}; name an argument that does in sizes=") from None
         _check_sizes(call, rule, given)
         _check_results(rule, list(_shaped(call, (), results)))
-        return replace(rule, ends=frozenset(self.ends))
+        return rule
 
     @staticmethod
     def _is_list(call: Call) -> bool:
@@ -111,7 +112,7 @@ def read(
     linear: Sequence[str] = (),
     sizes: Mapping[str, str] | None = None,
     reads: Mapping[int, str] | None = None,
-    ends: str = "",
+    ends: Mapping[str, str] | None = None,
 ) -> OwnRule:
     """The rule that the text says of an operator. Raises ValueError for what does not fit its schema."""
     schema = op._schema
@@ -135,7 +136,7 @@ def read(
         linear=tuple(linear),
         sizes=tuple((slot, tuple(loops.split())) for slot, loops in (sizes or {}).items()),
         reads=tuple((number, tuple(names.split())) for number, names in (reads or {}).items()),
-        ends=tuple(ends.split()),
+        ends=tuple((ends or {}).items()),
     )
     _check_names(op, made)
     return made
@@ -173,7 +174,8 @@ def _check_names(op: OpOverload, rule: OwnRule) -> None:
         ("sizes", [slot.split(".")[0] for slot, _ in rule.sizes], arguments),
         ("reads", [name for _, names in rule.reads for name in names], dict(rule.operands).keys()),
         ("reads", [str(number) for number, _ in rule.reads], set(map(str, range(len(rule.results))))),
-        ("ends", rule.ends, dict(rule.operands).keys()),
+        ("ends", [loop for loop, _ in rule.ends], rule.whole),
+        ("ends", [slot for _, slot in rule.ends], dict(rule.operands).keys()),
         ("linear", [word.rstrip("*") for words in rule.linear for word in words.split()], arguments),
     ):
         unknown = sorted(set(given) - known)

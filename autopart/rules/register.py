@@ -18,7 +18,7 @@ def register_sharding_rule(
     linear: Sequence[str] = (),
     sizes: Mapping[str, str] | None = None,
     reads: Mapping[int, str] | None = None,
-    ends: str = "",
+    ends: Mapping[str, str] | None = None,
 ) -> None:
     """Say which loops an operator of your own has, and which dims they are: then it may run on parts of its operands.
 
@@ -34,8 +34,9 @@ def register_sharding_rule(
     bias")``; a bias that is added to a sum must be in all of them. `sizes` names the whole numbers among the arguments
     that count loops, and so are smaller on a part: ``{"hidden": "h", "shape.0": "b"}``. `reads` says, by a result's
     number, which operands it depends on where these are not all: the gradient of a bias, third of a backward's results,
-    is summed over the loops of the incoming gradient alone, ``{2: "grad"}``. `ends` names the operands that say where
-    groups of rows end, as a grouped product has them, whose rows are `whole`: a microbatch has groups of its own.
+    is summed over the loops of the incoming gradient alone, ``{2: "grad"}``. `ends` says of a
+    loop that is whole which operand has where its groups end, as those of the rows of a grouped product do, ``{"t":
+    "offs"}``: the rows that a microbatch has of each group may be computed alone.
 
     ``autopart.testing.check_sharding_rule`` executes the operator to see whether the rule is right. Raises ValueError
     for a rule that does not fit the schema, for an operator that has a rule already, unless it is this one, and for one

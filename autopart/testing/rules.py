@@ -169,6 +169,8 @@ def check(node: Node, tensors: Tensors, results: Results, found: Rule, places: C
     for factor, about in enumerate(found.factors):
         if not about.blocked:
             check_split(node, whole, call.args, results, found, factor, places)
+    for factor, ends in found.ends:
+        check_groups(node, whole, results, found, factor, ends)
     for together in found.linear:
         check_linear(node, whole, call.args, results, together)
 
@@ -212,6 +214,37 @@ def _given(
         smaller = [length if i == factor else n for i, n in enumerate(sizes)]
         yield given | {slot: elements(product, smaller) for slot, product in found.sizes}
         start += length
+
+
+def check_groups(node: Node, whole: Tensors, results: Results, found: Rule, factor: int, ends: str) -> None:
+    """Raise RuleError unless some iterations of every group give their part, with where just those end."""
+    dims, what = dict(found.operands), f"{node.op}: {label(found, factor)} in groups that end at {ends}"
+    groups = torch.arange(sizes_of(found)[factor]).tensor_split(whole[ends].tolist())[: len(whole[ends])]
+    halves = [[group.tensor_split(2)[half] for group in groups] for half in range(2)]
+    made = []
+    for half in halves:
+        counts = torch.tensor([len(group) for group in half]).cumsum(0).to(whole[ends])
+        given = {slot: _rows(tensor, dims[slot], factor, torch.cat(half)) for slot, tensor in whole.items()}
+        made.append(run(node, {**given, ends: counts}))
+    for i, (result, own) in enumerate(zip(results, found.results, strict=True)):
+        if result is None or own is None:
+            continue
+        parts = [each[i] for each in made]
+        if (factor,) in own:
+            where = [torch.cat(half) for half in halves]
+            wanted = [_rows(result, own, factor, rows) for rows in where]
+            for part, rows in zip(parts, wanted, strict=True):
+                agree(f"{what}: result {i}", part, rows)  # type: ignore[arg-type]
+        else:
+            agree(f"{what}: result {i}", parts[0] + parts[1], result)  # type: ignore[operator]
+
+
+def _rows(tensor: torch.Tensor, dims: Dims, factor: int, rows: torch.Tensor) -> torch.Tensor:
+    """Some iterations of a factor, each of which lies together."""
+    if (factor,) not in dims:
+        return tensor
+    dim = dims.index((factor,))
+    return tensor.movedim(dim, 0)[rows].movedim(0, dim)
 
 
 def check_linear(
