@@ -20,6 +20,7 @@ from autopart.passes.normalise import normalise
 from autopart.testing import assert_parity, check_sharding_rule
 from autopart.testing.rules import RuleError
 from tests.axis_zoo import GROUPED, Widened, _tokens
+from tests.own_ops import registered
 from tests.zoo import Specimen
 
 moe = pytest.importorskip("transformers.integrations.moe")
@@ -157,8 +158,11 @@ def _(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
 
 
 def test_a_rule_by_which_rows_stand_alone_that_do_not_is_found() -> None:
-    autopart.register_sharding_rule(centred, "t h, e h k, e -> t k", whole="t e", ends={"t": "ends"})
-    with pytest.raises(RuleError, match=r"centred.*loop 't' in groups that end at ends: result 0"):
+    rule = {"whole": "t e", "ends": {"t": "ends"}}
+    with (
+        registered((centred, "t h, e h k, e -> t k", rule)),
+        pytest.raises(RuleError, match=r"loop 't' in groups that end at ends: result 0"),
+    ):
         check_sharding_rule(centred, _sample(7))
 
 
