@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopart import schedules
-from autopart.cluster import Cluster
+from autopart.cluster import Cluster, Link
 from autopart.errors import PlanInfeasible
 from autopart.ir.cost import SegmentCost, SegmentNumbers
 from autopart.ir.placement import PRESETS
@@ -74,13 +74,13 @@ def every_plan(model: Model, devices: int, names: tuple[str, ...] = COMMON) -> I
             made = schedules.build(text, ranks=pp, microbatches=count)
             numbers = [cost.at(-(-batch // (dp * count))) for cost in plain]
             for starts in every_split(len(plain), made.stages):
-                length = flush(made, numbers, starts, cluster)
+                length = flush(made, numbers, starts, [cluster.flops] * pp, cluster.groups[0].inside)
                 for preset in PRESETS if dp > 1 else PRESETS[:1]:
                     sent = max(
                         sum(_exchange(n, preset, dp, count, cluster) for s in held for n in of(numbers, starts, s))
                         for held in ranks(made)
                     )
-                    yield length + sent, peak(made, numbers, starts, preset, dp), text
+                    yield length + sent, max(peaks(made, numbers, starts, preset, dp)), text
 
 
 def ranks(made: schedules.Schedule) -> list[list[int]]:
@@ -91,29 +91,31 @@ def of(numbers: list[SegmentNumbers], starts: tuple[int, ...], stage: int) -> li
     return numbers[starts[stage] : (*starts, len(numbers))[stage + 1]]
 
 
-def flush(made: schedules.Schedule, numbers: list[SegmentNumbers], starts: tuple[int, ...], cluster: Cluster) -> float:
-    """The simulated flush, of FLOPs alone, which bind in these models."""
+def flush(
+    made: schedules.Schedule, numbers: list[SegmentNumbers], starts: tuple[int, ...], flops: list[float], link: Link
+) -> float:
+    """The simulated flush on ranks of so many FLOPs, which alone bind in these models."""
     stages = [of(numbers, starts, s) for s in range(made.stages)]
     forward, backward, inputs = (
-        [sum(getattr(n, field) for n in stage) / cluster.flops for stage in stages]
+        [sum(getattr(n, field) for n in stage) / flops[rank] for stage, rank in zip(stages, made.place, strict=True)]
         for field in ("forward_flops", "backward_flops", "input_flops")
     )
     inputs[0] = 0.0
     weights = [b - i for b, i in zip(backward, inputs, strict=True)]
     crossing = max((numbers[i].boundary_bytes for i in starts[1:]), default=0)
-    edge = cluster.link_latency + crossing / cluster.link_bandwidth
+    edge = link.latency + crossing / link.bandwidth
     return schedules.simulate(made, {"F": forward, "B": backward, "I": inputs, "W": weights}, edge).makespan
 
 
-def peak(made: schedules.Schedule, numbers: list[SegmentNumbers], starts: tuple[int, ...], preset: str, dp: int) -> int:
-    """The bytes of the fullest rank, counted along its row."""
+def peaks(
+    made: schedules.Schedule, numbers: list[SegmentNumbers], starts: tuple[int, ...], preset: str, dp: int
+) -> Iterator[int]:
+    """The bytes of each rank at most, counted along its row."""
     split = any(action.kind == "I" for _, action in made.actions())
-    most = 0
     for held, row in zip(ranks(made), made.table, strict=True):
         saved = {s: sum(max(n.saved_bytes, n.stash_bytes * split) for n in of(numbers, starts, s)) for s in held}
         kept = accumulate(saved[a.stage] * {"F": 1, "I": 0, "B": -1, "W": -1}[a.kind] for a in row)
-        most = max(most, max(kept) + sum(stage_bytes(of(numbers, starts, s), preset, dp, 2, 0) for s in held))
-    return most
+        yield max(kept) + sum(stage_bytes(of(numbers, starts, s), preset, dp, 2, 0) for s in held)
 
 
 def planned(model: Model, devices: int, limit: int, **pins: Any) -> Plan | None:

@@ -14,15 +14,21 @@ from hypothesis import strategies as st
 from torch import nn
 
 import autopart
+from autopart import schedules
 from autopart.cluster import Cluster, Device, Group, Joint, Link
 from autopart.errors import PlanInfeasible
 from autopart.ir.placement import PRESETS
 from autopart.ir.plan import Plan
 from autopart.solver import choose
+from autopart.solver import dealt as dealt_search
+from autopart.solver.choose import predict
 from autopart.solver.columns import orders
+from autopart.solver.space import Space
 from autopart.testing import assert_parity
+from tests import test_dealt
+from tests.oracle import _exchange as exchange
 from tests.oracle import every_split, stage_bytes, step_seconds
-from tests.test_joint import Model, limit_of, models, numbers_of
+from tests.test_joint import Model, asked, limit_of, models, numbers_of
 
 QUICK = settings(max_examples=20, deadline=None, derandomize=True)
 
@@ -150,6 +156,97 @@ def test_equals_brute_force(case: tuple[Model, int | None]) -> None:
             assert memory.total <= min(room)
 
 
+# ---- several stages a rank -------------------------------------------------------------------------------------------
+
+
+@st.composite
+def halves(draw: st.DrawFn, mesh: dict[str, int]) -> tuple[Model, str]:
+    """A model on two unlike groups of as many devices as a pipeline of this mesh has in one half, and a schedule."""
+    plain, again, _, batch = draw(test_dealt.models().filter(lambda model: len(model[0]) > 3))
+    need = test_dealt.limit_of((plain, again, Cluster.preset("cpu"), batch), draw(st.integers(25, 90)))
+    count, groups = mesh["pp"] * mesh["dp"] // 2, []
+    for number in range(2):
+        memory, rate = int(need * draw(st.sampled_from([0.5, 1.0, 1.5]))), draw(st.sampled_from([0.5, 1.0, 3.0]))
+        link = Link(draw(st.sampled_from([1e2, 1e4])), 0.0)
+        groups.append(Group(Device(f"d{number}", memory, 1e4 * rate, 1e9, 0.0), 1, count, link, link))
+    joint = Joint(0, 1, Link(draw(st.sampled_from([1e2, 1e4])), draw(st.sampled_from([0.0, 1e-3]))))
+    text = draw(st.sampled_from(["interleaved", "zb-v", "bfs", "interleaved(chunks=3)", "v1f1b"]))
+    return (plain, again, Cluster(tuple(groups), (joint,)), batch), text
+
+
+def every_step_of_several(model: Model, mesh: dict[str, int], text: str) -> Iterator[float]:
+    """The steps of all plans that fit, each rank recomputing nothing or all that keeps less by it."""
+    plain, again, cluster, batch = model
+    pp, dp, half = mesh["pp"], mesh["dp"], cluster.groups[0].devices
+    for devices, count in product(
+        ([*range(2 * half)], [*range(half, 2 * half), *range(half)]), numbers_of(batch // dp)
+    ):
+        columns = [devices[k * dp : (k + 1) * dp] for k in range(pp)]
+        on = [column(cluster, each) for each in columns]
+        links = [cluster.link(a, b) for k in range(pp - 1) for a, b in zip(columns[k], columns[k + 1], strict=True)]
+        edge = Link(min(link.bandwidth for link in links), max(link.latency for link in links))
+        made = schedules.build(text, ranks=pp, microbatches=count)
+        if made.stages > len(plain):
+            continue
+        split = any(action.kind == "I" for _, action in made.actions())
+        pairs = [
+            (p.at(-(-batch // (dp * count))), a.at(-(-batch // (dp * count))))
+            for p, a in zip(plain, again, strict=True)
+        ]
+        kept = [tuple(max(n.saved_bytes, n.stash_bytes * split) for n in pair) for pair in pairs]
+        for starts, choice in product(every_split(len(plain), made.stages), product((False, True), repeat=pp)):
+            ends = [*starts[1:], len(plain)]
+            owner = [r for r, i, j in zip(made.place, starts, ends, strict=True) for _ in range(i, j)]
+            numbers = [
+                pair[choice[r] and less < more] for pair, r, (more, less) in zip(pairs, owner, kept, strict=True)
+            ]
+            length = test_dealt.flush(made, numbers, starts, [each.flops for each in on], edge)
+            for preset in PRESETS if dp > 1 else PRESETS[:1]:
+                held = test_dealt.peaks(made, numbers, starts, preset, dp)
+                if all(need <= each.memory for need, each in zip(held, on, strict=True)):
+                    sent = [0.0] * pp
+                    for n, rank in zip(numbers, owner, strict=True):
+                        sent[rank] += exchange(n, preset, dp, count, on[rank])
+                    yield length + max(sent)
+
+
+@pytest.mark.parametrize("mesh", [{"pp": 2, "dp": 1}, {"pp": 2, "dp": 2}], ids=str)
+@QUICK
+@given(data=st.data())
+def test_several_stages_a_rank_equal_brute_force(mesh: dict[str, int], data: st.DataObject) -> None:
+    model, text = data.draw(halves(mesh))
+    expected = min(every_step_of_several(model, mesh, text), default=None)
+    try:
+        plan = chosen(model, None, schedule=text, mesh={axis: size for axis, size in mesh.items() if size > 1})
+    except ValueError:
+        assert expected is None  # it has too many stages for these segments
+        return
+    assert (plan is None) == (expected is None)
+    if plan is not None:
+        assert plan.prediction.step_seconds == pytest.approx(expected, rel=1e-9, abs=1e-12)
+
+
+@QUICK
+@given(st.data())
+def test_bounds_are_below_what_all_splits_take(data: st.DataObject) -> None:
+    """Where splits are too many to look at all, the one that is found fits, and the bound is true."""
+    (plain, again, cluster, batch), text = data.draw(halves({"pp": 2, "dp": 1}).filter(lambda case: "3" not in case[1]))
+    pins: dict[str, Any] = {"mesh": {"pp": 2}, "schedule": text, "cluster": cluster, "devices": 2}
+    space = Space(asked(plain, batch=batch, recomputed=again, **pins))
+    for setting in space.settings:
+        exact = space.best(setting)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(dealt_search, "SPLITS", 0)
+            rough = Space(space.request).best(setting)
+        if exact is None or exact.cut is None:
+            assert rough is None or rough.cut is None
+            continue
+        assert space.bound(setting) <= exact.cut.step and rough is not None and rough.bound <= exact.cut.step
+        if rough.cut is not None:
+            assert exact.cut.step <= rough.cut.step
+            predict(*space.solved(setting, rough.cut))  # which holds every rank to its own memory
+
+
 @QUICK
 @given(cases(), st.data())
 def test_a_pinned_mesh_is_no_better_and_a_better_device_no_worse(case: Any, data: st.DataObject) -> None:
@@ -206,6 +303,20 @@ def test_a_fast_device_has_more_layers_and_the_plan_says_where() -> None:
     same = autopart.plan(model, args, cluster=Cluster.uniform(2, 2**30, 1e9, 1e12, 1e12, 0.0), **pins)
     assert not same.devices and plan.prediction.step_seconds < same.prediction.step_seconds
     assert_parity(model, args, plan=plan)
+
+
+def test_so_it_has_with_several_stages_a_rank() -> None:
+    model, args = layers()
+    pins: dict[str, Any] = {"mesh": {"pp": 2}, "capture": "direct", "microbatches": 4, "cluster": mixed(1, 1)}
+    plan = autopart.plan(model, args, schedule="zb-v", **pins)
+    layered = [
+        (at, name) for s, at in zip(plan.stages, plan.place, strict=True) for name in s.segments if name != "output"
+    ]
+    held = [sum(at == rank for at, _ in layered) for rank in (0, 1)]
+    assert len(plan.stages) == 4 and held[plan.devices.index(1)] > held[plan.devices.index(0)]
+    assert_parity(model, args, plan=plan)
+    auto = autopart.plan(model, args, schedule="auto", **pins)
+    assert auto.prediction.step_seconds <= plan.prediction.step_seconds and auto.devices
 
 
 def test_data_axes_lie_among_like_devices() -> None:

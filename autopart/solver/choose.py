@@ -280,8 +280,7 @@ def predict(request: Request, solved: Solved) -> Prediction:
     both = tuple(sum(each.get(kind, 0.0) for kind in kinds) for each in stage_seconds(request, solved))
     length = flush(request, solved).makespan
     memory = solved.memory()
-    spare = request.spare(columns_of(request, candidate))
-    most = [solved.problem.limit - max(spare) + spare[column] for column in solved.problem.place]
+    most = [solved.problem.room(rank) for rank in solved.problem.place]
     assert all(need.total <= limit for need, limit in zip(memory, most, strict=True)), "counted afresh, it keeps limits"
     busy = candidate.microbatches * sum(both) / candidate.schedule.ranks
     return Prediction(

@@ -140,7 +140,10 @@ class _Search:
         self.limit = problem.limit if limit is None else limit
         self.crossing = self.fewest(bounds.slowest)
         self.failed: set[tuple[int, int, tuple[int, ...], tuple[int, ...], int]] = set()
-        starts = self._from(0, 0, (0,) * problem.ranks, (0,) * len(problem.moments), 0)
+        held = tuple(
+            problem.limit - problem.room(rank) for _, rank in problem.moments
+        )  # what a device has more, it lacks
+        starts = self._from(0, 0, (0,) * problem.ranks, held, 0)
         self.tired |= self.looked > PATIENCE
         return evaluate(replace(problem, limit=self.limit), starts) if starts is not None else None
 

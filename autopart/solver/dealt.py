@@ -21,7 +21,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from math import comb, inf
 from typing import overload
 
@@ -50,6 +50,7 @@ class Held:
         self.stages, self.pipe, self.place, self.moments = stages, pipe, place, moments
         self.limit = ANY if stages.limit is None else stages.limit
         self.ranks = [stages_of(place, rank) for rank in range(max(place) + 1)]
+        self.spare = tuple(stages.spare[held[0]] for held in self.ranks) if any(stages.spare) else ()
         self.numbers = [[n for n, (_, at) in enumerate(moments) if at == rank] for rank in range(len(self.ranks))]
         self._known: dict[tuple[int, tuple[Run, ...]], tuple[Way, ...] | None] = {}
         self._needs: dict[tuple[int, tuple[Run, ...]], int] = {}
@@ -57,14 +58,12 @@ class Held:
     @cached_property
     def plain(self) -> SplitProblem:
         """The split where nothing is recomputed."""
-        return _problem(self.stages, self.pipe, self.place, self.moments, self.limit, again=False)
+        return self._problem(again=False)
 
     @cached_property
     def every(self) -> SplitProblem | None:
         """The split where all is recomputed that keeps less by it, None where that is nothing."""
-        if not self.stages.again:
-            return None
-        return _problem(self.stages, self.pipe, self.place, self.moments, self.limit, again=True)
+        return self._problem(again=True) if self.stages.again else None
 
     def ways(self, starts: Sequence[int]) -> tuple[Way, ...] | None:
         """How the stages of a split are run; None where a rank does not fit."""
@@ -84,7 +83,7 @@ class Held:
         for rank, held in enumerate(self.ranks):
             again = any(any(chosen[stage].counts) for stage in held)
             problem = self.every if again and self.every is not None else self.plain
-            most = max(most, self._need(problem, rank, tuple(runs[stage] for stage in held)))
+            most = max(most, self._held(problem, rank, tuple(runs[stage] for stage in held)))
         return most
 
     def reaches(self) -> bool:
@@ -116,15 +115,18 @@ class Held:
         """
         table, again = self.stages.table, self.stages.again
         flights = [max(counts[stage] for counts, _ in self.moments) for stage in range(len(self.place))]
-        least = sorted(min(flights[stage] for stage in held) for held in self.ranks)
-        room = len(least) * self.limit - self.stages.holding.own[-1]
+        rooms = [self.plain.room(rank) for rank in range(len(self.ranks))]
+        least = sorted(
+            (min(flights[stage] for stage in held), most) for held, most in zip(self.ranks, rooms, strict=True)
+        )
+        room = sum(rooms) - self.stages.holding.own[-1]
         there = [(each, each.before[-1]) for each in again if each.before[-1]]
         there.sort(key=lambda pair: (pair[0].more[0] + pair[0].more[1]) / pair[0].gain)
 
         def fits(saved: float) -> bool:
             left, held = saved, 0.0
-            for flight in least:
-                part = min(left, self.limit / flight)
+            for flight, most in least:
+                part = min(left, most / flight)
                 left, held = left - part, held + flight * part
             return left <= 0 and held <= room
 
@@ -147,34 +149,55 @@ class Held:
             key = rank, tuple(runs[stage] for stage in held)
             if key not in self._needs:
                 problems = filter(None, (self.plain, self.every))
-                self._needs[key] = min(self._need(problem, *key) for problem in problems)
-            short += max(0, self._needs[key] - self.limit)
+                self._needs[key] = min(self._held(problem, *key) for problem in problems)
+            short += max(0, self._needs[key] - self.plain.room(rank))
         return short
 
     def _alone(self, stage: int, start: int, stop: int) -> bool:
-        if self.plain.need(stage, start, stop) <= self.limit:
-            return True
-        return self.every is not None and self.every.need(stage, start, stop) <= self.limit
+        return any(problem.fits(stage, start, stop) for problem in (self.plain, self.every) if problem is not None)
 
     def _rank(self, rank: int, runs: tuple[Run, ...]) -> tuple[Way, ...] | None:
-        key = rank, runs
+        key, room = (rank, runs), self.plain.room(rank)
         if key not in self._known:
-            if self._need(self.plain, rank, runs) <= self.limit:
+            if self._held(self.plain, rank, runs) <= room:
                 self._known[key] = (self.stages.plain,) * len(runs)
-            elif self.every is not None and self._need(self.every, rank, runs) <= self.limit:
-                self._known[key] = tuple(self._everything(*run) for run in runs)
+            elif self.every is not None and self._held(self.every, rank, runs) <= room:
+                pairs = zip(self.ranks[rank], runs, strict=True)
+                self._known[key] = tuple(self.stages.everything(stage, *run) for stage, run in pairs)
             else:
                 self._known[key] = None
         return self._known[key]
 
-    def _need(self, problem: SplitProblem, rank: int, runs: Sequence[Run]) -> int:
+    def _held(self, problem: SplitProblem, rank: int, runs: Sequence[Run]) -> int:
         pairs = list(zip(self.ranks[rank], runs, strict=True))
         return max(sum(problem.held(number, stage, *run) for stage, run in pairs) for number in self.numbers[rank])
 
-    def _everything(self, start: int, stop: int) -> Way:
-        counts = tuple(each.before[stop] - each.before[start] for each in self.stages.again)
-        more = sum(n * (each.more[0] + each.more[1]) for n, each in zip(counts, self.stages.again, strict=True))
-        return Way(counts, more)
+    def _problem(self, *, again: bool) -> SplitProblem:
+        """The split of the segments, each recomputed that keeps less by it or none."""
+        stages, pipe = self.stages, self.pipe
+        table, n = stages.table, stages.table.segments
+        changed = {each.kind: each for each in stages.again} if again else {}
+        times = [table.time(i, i + 1) for i in range(n)]
+        saved = [table.saved[i + 1] - table.saved[i] for i in range(n)]
+        transient = [numbers.recomputed_bytes for numbers in table.numbers]
+        for i, kind in enumerate(table.kinds.of):
+            if kind in changed:
+                times[i] += changed[kind].more[0] + changed[kind].more[1]
+                saved[i] -= changed[kind].gain
+                transient[kind] = changed[kind].transient
+        largest = Largest(table.kinds, transient)
+        return SplitProblem(
+            times=tuple(times),
+            boundaries=pipe.transfer[0],  # ranks of several stages are of one width
+            resident=[Row(stages.holding, largest, i, n) for i in range(n)],
+            saved=tuple(saved),
+            place=tuple(self.place),
+            moments=tuple(self.moments),
+            limit=self.limit,
+            starts=pipe.starts,
+            barred=frozenset(range(1, n)) - {*pipe.allowed},
+            spare=self.spare,
+        )
 
 
 class Row(Sequence[int]):
@@ -196,34 +219,6 @@ class Row(Sequence[int]):
             return [self[each] for each in range(len(self))[more]]
         stop = self.start + more + 1
         return self.holding.resident(self.start, stop) + self.transient.value(self.start, stop)
-
-
-def _problem(
-    stages: Stages, pipe: Pipe, place: Sequence[int], moments: Sequence[Moment], limit: int, *, again: bool
-) -> SplitProblem:
-    """The split of the segments, each recomputed that keeps less by it or none."""
-    table, n = stages.table, stages.table.segments
-    changed = {each.kind: each for each in stages.again} if again else {}
-    times = [table.time(i, i + 1) for i in range(n)]
-    saved = [table.saved[i + 1] - table.saved[i] for i in range(n)]
-    transient = [numbers.recomputed_bytes for numbers in table.numbers]
-    for i, kind in enumerate(table.kinds.of):
-        if kind in changed:
-            times[i] += changed[kind].more[0] + changed[kind].more[1]
-            saved[i] -= changed[kind].gain
-            transient[kind] = changed[kind].transient
-    largest = Largest(table.kinds, transient)
-    return SplitProblem(
-        times=tuple(times),
-        boundaries=pipe.transfer[0],  # ranks of several stages are of one width
-        resident=[Row(stages.holding, largest, i, n) for i in range(n)],
-        saved=tuple(saved),
-        place=tuple(place),
-        moments=tuple(moments),
-        limit=limit,
-        starts=pipe.starts,
-        barred=frozenset(range(1, n)) - {*pipe.allowed},
-    )
 
 
 def shortest(stages: Stages, pipe: Pipe, held: Held, known: float = inf) -> Found | None:
@@ -288,7 +283,7 @@ class Dealt(Search):
             self.best = self.second = None
 
     def _first(self) -> Iterator[tuple[int, ...]]:
-        """The split nearest to equal stages, or one near that fits; else those that give the busiest rank little to do.
+        """The split nearest to stages of equal times, or one near that fits; else those with a small busiest rank.
 
         The last take long to find, so it is not done where a plan is known.
         """
@@ -316,14 +311,15 @@ class Dealt(Search):
         return starts
 
     def _nearest(self) -> tuple[int, ...] | None:
-        """The split whose cuts are nearest to those of equal stages; None where pins leave none."""
+        """The split whose cuts are nearest to those of stages that take equally long; None where pins leave none."""
         starts, total = [0], self.table.total
-        for stage in range(self.pipe.stages - 1):
+        *speeds, every = accumulate(map(self.stages.speed, range(self.pipe.stages)))
+        for stage, speed in enumerate(speeds):
             ends = self.ends(stage, starts[-1])
             if not ends:
                 return None
-            even = total * (stage + 1)
-            starts.append(min(ends, key=lambda stop, at=even: abs(self.table.time(0, stop) * self.pipe.stages - at)))  # type: ignore[misc]
+            even = total * speed
+            starts.append(min(ends, key=lambda stop, at=even: abs(self.table.time(0, stop) * every - at)))  # type: ignore[misc]
         return tuple(starts) if self.ends(self.pipe.stages - 1, starts[-1]) else None
 
     def _run(self, starts: tuple[int, ...]) -> Cut | None:

@@ -14,7 +14,7 @@ from autopart.solver.families import LEAN
 from autopart.solver.joint import best, leanest
 from autopart.solver.pins import Asked, contradiction
 from autopart.solver.request import Request
-from autopart.solver.search import Solved, best_split, candidates, columns_of, first_fit, meshes, pose
+from autopart.solver.search import Solved, best_split, candidates, first_fit, meshes, pose
 from autopart.solver.space import Space, roomy
 from autopart.solver.split import bottleneck
 
@@ -38,8 +38,7 @@ def infeasible(request: Request, given: Mapping[str, object], asked: Asked) -> P
     split, mesh, problem = nearest.split, nearest.candidate.mesh, nearest.problem
     cuts = [*split.starts, len(request.costs)]
     needs = nearest.memory()
-    spare = request.spare(columns_of(request, nearest.candidate))
-    stage = max(range(len(needs)), key=lambda k: needs[k].total - spare[problem.place[k]])
+    stage = max(range(len(needs)), key=lambda k: needs[k].total - problem.room(problem.place[k]))
     need, held = needs[stage], nearest.held()[problem.place[stage]]
     flight = max(sum(counts) for counts, at in problem.moments if at == problem.place[stage])
     parts = [

@@ -78,7 +78,6 @@ class _Rank:
     def of(cls, request: Request, solved: Solved, rank: int, options: Sequence[Placement]) -> _Rank:
         held, problem, candidate = solved.held()[rank], solved.problem, solved.candidate
         columns = columns_of(request, candidate)
-        spare = request.spare(columns)
         runs = tuple(solved.runs[stage] for stage in held)
         pinned = candidate.placements[:-1]
         model, segments = solved.models[rank], [i for start, stop in runs for i in range(start, stop)]
@@ -87,7 +86,7 @@ class _Rank:
             model,
             runs,
             tuple(tuple(counts[stage] for stage in held) for counts, at in problem.moments if at == rank),
-            problem.limit - max(spare) + spare[rank],
+            problem.room(rank),
             linked(columns.clusters[rank], candidate.mesh, "dp"),
             candidate.microbatches,
             tuple(options),

@@ -158,8 +158,10 @@ def _rooms(solved: Solved) -> list[float]:
     problem, segments = solved.problem, solved.models[0].segments
     saved = [sum(max(n.saved_bytes, n.stash_bytes) for n in segments[i:j]) for i, j in solved.runs]
     rooms = []
-    for held in solved.held():
-        left = problem.limit - sum(problem.resident[i][j - i - 1] for i, j in (solved.runs[stage] for stage in held))
+    for rank, held in enumerate(solved.held()):
+        left = problem.room(rank) - sum(
+            problem.resident[i][j - i - 1] for i, j in (solved.runs[stage] for stage in held)
+        )
         sizes = [saved[stage] for stage in held]
         most = float(solved.candidate.microbatches)
         mean, dearest = sum(sizes) / len(sizes), max(sizes)

@@ -133,6 +133,7 @@ def pose(request: Request, candidate: Candidate) -> tuple[tuple[MemoryModel, ...
         MemoryModel((part,), (mode,), dp, request.optimizer_ratio).rank([(0, 1)], [(2,)]).total
         for part, mode in in_parts(request, candidate)  # two microbatches are between S and T at a time
     )
+    spare = request.spare(columns_of(request, candidate))
     problem = SplitProblem(
         times=tuple(round(sum(segment_seconds(n, request.cluster)) * FEMTOSECONDS) for n in numbers),
         boundaries=tuple(n.boundary_bytes for n in numbers),
@@ -140,8 +141,9 @@ def pose(request: Request, candidate: Candidate) -> tuple[tuple[MemoryModel, ...
         saved=tuple(n.saved_bytes for n in numbers),
         place=candidate.schedule.place,
         moments=candidate.moments,
-        limit=request.memory + max(request.spare(columns_of(request, candidate))) - every,
+        limit=request.memory - every,
         starts=request.starts,
+        spare=spare if any(spare) else (),
     )
     return models, problem
 

@@ -75,7 +75,7 @@ class Space(Shared):
                 Setting(shared, count, rules, text, rank, variant, order, groups)
                 for count in self._counts(mesh)
                 for order, text in enumerate(self._texts(mesh, count))
-                for groups in self._groups(mesh, text, count)
+                for groups in (((),) if mesh.widths else self._orders)
                 for shared in self._sharing(mesh, count, groups)
                 for rank, rules in enumerate(self.request.placements)
                 if rules in alternatives
@@ -134,11 +134,6 @@ class Space(Shared):
             if not (request.searched and text not in WHOLE and 3 * len(shape.place) * microbatches > LONGEST):
                 yield text
 
-    def _groups(self, mesh: Mesh, text: str, microbatches: int) -> tuple[Order, ...]:
-        """The orders in which groups of unlike devices are dealt to the stages, where each rank holds one."""
-        shape = self.shape(text, mesh.degree("pp"), microbatches)
-        return ((),) if shape is None or shape.several or mesh.widths else self._orders
-
     def _sharing(self, mesh: Mesh, microbatches: int, groups: Order) -> Iterator[Mesh]:
         """The mesh with equal shares of the batch, and where its data ranks are unlike devices, with unequal ones.
 
@@ -171,6 +166,7 @@ class Space(Shared):
 
     @cached_property
     def _orders(self) -> tuple[Order, ...]:
+        """The orders in which groups of unlike devices are dealt to pipeline ranks of one width."""
         return orders(self.request.cluster, self.request.devices)
 
     def _counts(self, mesh: Mesh) -> Iterator[int]:
@@ -239,7 +235,8 @@ class Space(Shared):
             Stages(each, self.holding(setting, column), flights, most, recomputing=free)
             for column, (each, most) in enumerate(zip(self.tables(setting), limits, strict=True))
         ]
-        return Unlike(table, own, spare)
+        place = self.form(setting).place
+        return Unlike(table, [own[rank] for rank in place], [spare[rank] for rank in place], limit)
 
     def held(self, setting: Setting, stages: Stages) -> Held:
         """What the ranks of a setting hold that have several stages each."""

@@ -37,6 +37,7 @@ class SplitProblem:
     limit: int  # bytes per device
     starts: tuple[int, ...] = ()  # segments where a stage must begin
     barred: frozenset[int] = frozenset()  # those where none may
+    spare: tuple[int, ...] = ()  # the bytes that each rank's device has beyond the limit; empty where none has any
     _elapsed: tuple[int, ...] = field(init=False, repr=False, compare=False)
     _kept: tuple[int, ...] = field(init=False, repr=False, compare=False)
     _flight: tuple[int, ...] = field(init=False, repr=False, compare=False)
@@ -68,6 +69,10 @@ class SplitProblem:
         """The number of ranks."""
         return len(set(self.place))
 
+    def room(self, rank: int) -> int:
+        """The bytes of a rank's device."""
+        return self.limit + (self.spare[rank] if self.spare else 0)
+
     def time(self, start: int, stop: int) -> int:
         """The time of segments `start` to `stop` - 1."""
         return self._elapsed[stop] - self._elapsed[start]
@@ -87,7 +92,7 @@ class SplitProblem:
 
     def fits(self, stage: int, start: int, stop: int) -> bool:
         """Whether such a stage stays within the limit, alone."""
-        return self.need(stage, start, stop) <= self.limit
+        return self.need(stage, start, stop) <= self.room(self.place[stage])
 
     def stops(self, stage: int, start: int) -> Sequence[int]:
         """Where a stage from `start` may end, memory left aside: later stages need a segment each, pins a cut."""
@@ -178,7 +183,7 @@ def evaluate(problem: SplitProblem, starts: Sequence[int]) -> Split | None:
             for run, count, at in zip(inside, counts, problem.place, strict=True)
             if at == rank
         )
-        if held > problem.limit:
+        if held > problem.room(rank):
             return None
     boundary = sum(problem.boundaries[start] for start in starts[1:])
     return Split(tuple(starts), max(loads.values()), max(seconds), boundary)

@@ -12,10 +12,10 @@ number of each kind: the first ones of the run.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autopart.solver.holding import Holding
-from autopart.solver.kinds import Largest, Table
+from autopart.solver.kinds import Again, Largest, Table
 
 Counts = tuple[int, ...]
 """How many segments of each kind of `Table.again` are recomputed."""
@@ -112,12 +112,22 @@ class Stages:
                 made[kind].append(time)
         return made
 
+    def speed(self, stage: int) -> int:
+        """How fast a stage's device is, in thousandths of the fastest that there could be."""
+        return 1000
+
     def recomputed(self, start: int, stop: int, way: Way) -> list[int]:
         """The segments that are recomputed in a stage."""
         found = []
         for count, each in zip(way.counts, self.again, strict=True):
             found += [i for i in range(start, stop) if self.table.kinds.of[i] == each.kind][:count]
         return sorted(found)
+
+    def everything(self, stage: int, start: int, stop: int) -> Way:
+        """All that keeps less by it recomputed."""
+        counts = tuple(each.before[stop] - each.before[start] for each in self.again)
+        more = sum(n * (each.more[0] + each.more[1]) for n, each in zip(counts, self.again, strict=True))
+        return Way(counts, more)
 
     def _cheapest(self, start: int, stop: int, flight: int, over: int) -> Way | None:
         """The way that takes least time more, of those that recompute segments up to each size of transient."""
@@ -145,14 +155,14 @@ class Stages:
 class Unlike(Stages):
     """The stages of a pipeline of unlike devices, each as its own device runs and holds it.
 
-    `table` is that of a device that is nowhere slower. Limits are those of the device with least memory; of these each
-    stage has `spare` bytes more.
+    `table` is that of a device that is nowhere slower. `limit` is that of the device with least memory; each stage's
+    device has `spare` bytes more.
     """
 
-    def __init__(self, table: Table, stages: Sequence[Stages], spare: Sequence[int]) -> None:
+    def __init__(self, table: Table, stages: Sequence[Stages], spare: Sequence[int], limit: int | None) -> None:
         """`stages`: for each stage those of its device, within the limit that it has there."""
         self.table, self.holding, self.each, self.spare = table, stages[0].holding, tuple(stages), tuple(spare)
-        self.limit, self.again, self.plain = stages[0].limit, stages[0].again, stages[0].plain
+        self.limit, self.again, self.plain = limit, _fastest([each.again for each in stages]), stages[0].plain
         self.tired = False
 
     def way(self, stage: int, start: int, stop: int) -> Way | None:
@@ -176,6 +186,26 @@ class Unlike(Stages):
     def actions(self, stage: int, start: int, stop: int, way: Way) -> tuple[int, ...]:
         """The time of a forward, a backward, and its halves, of these segments as this stage, run in some way."""
         return self.each[stage].actions(stage, start, stop, way)
+
+    def everything(self, stage: int, start: int, stop: int) -> Way:
+        """All that keeps less by it recomputed."""
+        return self.each[stage].everything(stage, start, stop)
+
+    def speed(self, stage: int) -> int:
+        """How fast a stage's device is, in thousandths of the fastest that there could be."""
+        own = self.each[stage].table.total
+        return max(1, 1000 * self.table.total // own) if own else 1000
+
+
+def _fastest(every: Sequence[tuple[Again, ...]]) -> tuple[Again, ...]:
+    """What may be recomputed, in the least time that it takes on any device; if of other kinds there, the first's."""
+    if any([again.kind for again in each] != [again.kind for again in every[0]] for each in every):
+        return every[0]
+    found = []
+    for column in zip(*every, strict=True):
+        f, b, i, w = map(min, zip(*(again.more for again in column), strict=True))
+        found.append(replace(column[0], more=(f, b, i, w)))
+    return tuple(found)
 
 
 class _Cover:
