@@ -181,22 +181,28 @@ class Search:
 
     # ---- many splits -------------------------------------------------------------------------------------------------
 
-    def reach(self, stage: int, start: int, time: float) -> int:
-        """The end of the longest run from `start` that can be this stage within some time; `start` if none can."""
+    def reach(self, stage: int, start: int, time: float, more: float = inf) -> int:
+        """The end of the longest run from `start` that can be this stage within some time; `start` if none can.
+
+        Recomputation takes at most `more` of it.
+        """
         ends = self.ends(stage, start)
 
         def beyond(stop: int) -> bool:
-            needed = self.stages.time(stage, start, stop)
-            return needed is None or needed > time
+            way = self.stages.way(stage, start, stop)
+            return way is None or way.more > more or self.stages.taken(stage, start, stop, way) > time
 
         fitting = bisect_left(ends, True, key=beyond)
         return ends[fitting - 1] if fitting else start
 
-    def furthest(self, time: float) -> list[int] | None:
-        """The ends of the stages, each as far as it can be within some time; None if they do not reach the end."""
+    def furthest(self, time: float, more: float = inf) -> list[int] | None:
+        """The ends of the stages, each as far as it can be within some time; None if they do not reach the end.
+
+        Recomputation takes at most `more` of each stage's.
+        """
         stops, start = [], 0
         for stage in range(self.pipe.stages):
-            stop = self.reach(stage, start, time)
+            stop = self.reach(stage, start, time, more)
             if stop == start:
                 return None
             stops.append(stop)
@@ -282,6 +288,8 @@ class Search:
     def more(self, longest: float) -> int:
         """The least time that recomputation takes in all, of splits whose stages take no longer than `longest`."""
         if self.stages.limit is None or not self.stages.again or (self.best is not None and not self.best.recomputed):
+            return 0
+        if self.furthest(longest, more=0) is not None:  # nothing has to be
             return 0
         least = {0: 0}
         for stage in range(self.pipe.stages):
