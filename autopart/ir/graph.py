@@ -112,7 +112,7 @@ class Value:
 
 
 class Form:
-    """A call without the names of what it refers to: equal for equal calls; it remembers its hash."""
+    """A call without the names of what it reads and makes: equal for equal calls; it remembers its hash."""
 
     __slots__ = ("_hash", "_key")
 
@@ -148,7 +148,8 @@ class Node:
     def __post_init__(self) -> None:
         reads: list[str] = []
         object.__setattr__(self, "opname", str(self.op))
-        object.__setattr__(self, "form", Form((self.op, _form(self.args, reads), _form(self.kwargs, reads))))
+        unused = tuple([out is None for out in self.outs])
+        object.__setattr__(self, "form", Form((self.op, _form(self.args, reads), _form(self.kwargs, reads), unused)))
         object.__setattr__(self, "_reads", tuple(reads))
         object.__setattr__(self, "_makes", tuple([out.name for out in self.outs if out is not None]))
 

@@ -35,12 +35,10 @@ def is_sum(node: Node, made: Iterable[str]) -> bool:
 
 def trees(nodes: Iterable[Node], outputs: Iterable[str]) -> tuple[Tree, ...]:
     """The maximal trees of gradient additions. A sum that is used more than once, or is an output, is a root."""
-    nodes = tuple(nodes)
-    made = {name for node in nodes if node.backward for name in node.names()}
+    nodes, outputs = tuple(nodes), set(outputs)
+    made = set(chain.from_iterable(node.names() for node in nodes if node.backward))
     sums = {node.names()[0]: node for node in nodes if is_sum(node, made)}
-    uses = Counter(chain.from_iterable(map(Node.refs, nodes)))
-    uses.update(outputs)
-    outputs = set(outputs)
+    uses = Counter(filter(sums.__contains__, chain.from_iterable(map(Node.refs, nodes))))
     inner = {
         name
         for node in sums.values()
@@ -68,16 +66,21 @@ def regroup(
     removed: set[str] = set()
     after: dict[str, list[Node]] = {}
     at: dict[str, list[Node]] = {}
-    found = trees(nodes, outputs)
-    taken = {name for tree in found for name in (*tree.adds, *tree.leaves)}
+    crossing: list[Tree] = []
+    for tree in trees(nodes, outputs):
+        places = {home[leaf] for leaf in tree.leaves}
+        if len(places) == 1:
+            homes.update(dict.fromkeys(tree.adds, places.pop()))
+        else:
+            crossing.append(tree)
+    if not crossing:
+        return nodes, homes
+    taken = {name for tree in crossing for name in (*tree.adds, *tree.leaves)}
     made_at = {name: i for i, node in enumerate(nodes) if not taken.isdisjoint(node.names()) for name in node.names()}
-    for tree in found:
+    for tree in crossing:
         groups: dict[int, list[str]] = {}
         for leaf in tree.leaves:
             groups.setdefault(home[leaf], []).append(leaf)
-        if len(groups) == 1:
-            homes.update(dict.fromkeys(tree.adds, next(iter(groups))))
-            continue
         removed.update(tree.adds)
         spare = [nodes[made_at[name]] for name in tree.adds]
         parts = []

@@ -12,7 +12,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, count, filterfalse
 
 from autopart.ir.captured import Captured
 from autopart.ir.graph import Node, Value, rename
@@ -23,11 +23,27 @@ FIXED = ("buffer", "constant", "prologue", "random")
 
 
 @dataclass(frozen=True, slots=True)
+class _Part:
+    """The nodes of one function of a segment, and names in order: what they read and make, and read of `outside`."""
+
+    nodes: tuple[Node, ...]
+    reads: tuple[str, ...]
+    makes: tuple[str, ...]
+    outside: tuple[str, ...]
+
+    @classmethod
+    def of(cls, nodes: Sequence[Node]) -> _Part:
+        reads = tuple(chain.from_iterable(map(Node.refs, nodes)))
+        makes = tuple(chain.from_iterable(map(Node.names, nodes)))
+        return cls(tuple(nodes), reads, makes, tuple(filterfalse(set(makes).__contains__, dict.fromkeys(reads))))
+
+
+@dataclass(frozen=True, slots=True)
 class _Flow:
     """What a segment reads and hands on, in the whole graph's names."""
 
-    forward: tuple[Node, ...]
-    backward: tuple[Node, ...]
+    forward: _Part
+    backward: _Part
     segment: Segment
     saved: tuple[str, ...]
     gradients: tuple[str, ...]  # the values of Segment.gradients
@@ -36,7 +52,8 @@ class _Flow:
 
 def build(captured: Captured, names: list[str], home: Mapping[str, int]) -> Segmented:
     """The segments called `names`, given the segment number of every value that a node defines."""
-    flows = _flows(captured, names, home)
+    homes = tuple([home[node.names()[0]] for node in captured.nodes])
+    flows = _flows(captured, names, homes, home)
     values = {value.name: value for value in captured.values()}
     targets = {item.target: item.value.name for item in captured.of_kind("parameter")}
     wishes = {item.value.name: item.target for item in captured.of_kind("parameter", *FIXED)}
@@ -50,7 +67,6 @@ def build(captured: Captured, names: list[str], home: Mapping[str, int]) -> Segm
         if number == len(bodies):
             bodies.append(_localised(flow, values, targets, wishes))
         segments.append(replace(flow.segment, body=number))
-    homes = tuple(home[node.names()[0]] for node in captured.nodes)
     return Segmented(captured, tuple(_named(bodies, segments)), tuple(segments), homes)
 
 
@@ -59,30 +75,27 @@ def _draw_wish(target: str) -> str:
     return f"{target.partition('#')[0]}.draw".removeprefix(".")
 
 
-def _flows(captured: Captured, names: list[str], home: Mapping[str, int]) -> list[_Flow]:
+def _flows(captured: Captured, names: list[str], homes: Sequence[int], home: Mapping[str, int]) -> list[_Flow]:
     kinds = {item.value.name: item for item in captured.inputs}
-    nodes: list[list[Node]] = [[] for _ in names]
-    for node in captured.nodes:
-        nodes[home[node.names()[0]]].append(node)
-    backward_made = {name for node in captured.nodes if node.backward for name in node.names()}
+    nodes: list[tuple[list[Node], list[Node]]] = [([], []) for _ in names]
+    for node, place in zip(captured.nodes, homes, strict=True):
+        nodes[place][node.backward].append(node)
+    parts = [(_Part.of(forward), _Part.of(backward)) for forward, backward in nodes]
+    backward_made = set(chain.from_iterable(backward.makes for _, backward in parts))
     grads = _at_home(captured, "grad", home)
     updates = _at_home(captured, "mutation", home)
     targets = {out.target for out in captured.updates()}
     updated = {name for name, item in kinds.items() if item.kind == "buffer" and item.target in targets}
     # gradients of parameters go to their units, new values of buffers to the world
     kept = {out.name for out in captured.outputs if out.kind not in ("grad", "mutation")}
-    parts = [(tuple(n for n in row if not n.backward), tuple(n for n in row if n.backward)) for row in nodes]
-    outside = [(_outside(forward), _outside(backward)) for forward, backward in parts]
-    kept.update(_handed_on(outside, home, backward_made))
+    kept.update(_handed_on(parts, home, backward_made))
     flows = []
-    for index, name in enumerate(names):
-        (forward, backward), (read, back) = parts[index], outside[index]
+    for index, (name, (forward, backward)) in enumerate(zip(names, parts, strict=True)):
+        own, back = set(forward.makes), backward.outside
         # The next microbatch's forward may have changed it by then: the backward has what the forward read.
-        read = [*read, *(v for v in back if v in updated and v not in read)]
-        own = dict.fromkeys(value for node in forward for value in node.names())
+        read = (*forward.outside, *(v for v in back if v in updated and v not in forward.outside))
         passing = [v for v in back if v not in own and v not in backward_made and not _direct(kinds.get(v))]
         values = tuple(dict.fromkeys([*(v for v in read if not _direct(kinds.get(v))), *passing]))
-        produced = [value for node in backward for value in node.names()]
         mine = grads.get(index, [])
         segment = Segment(
             name=name,
@@ -90,12 +103,12 @@ def _flows(captured: Captured, names: list[str], home: Mapping[str, int]) -> lis
             values=values,
             forward_fixed=tuple(v for v in read if v in kinds and kinds[v].kind in FIXED),
             forward_parameters=tuple(kinds[v].target for v in read if v in kinds and kinds[v].kind == "parameter"),
-            outputs=tuple(v for v in own if v in kept),
+            outputs=tuple(filter(kept.__contains__, forward.makes)),
             updates=tuple(target for _, target in updates.get(index, [])),
             backward_inputs=tuple(v for v in back if v in backward_made or (v in kinds and kinds[v].kind == "tangent")),
             backward_fixed=tuple(v for v in back if v in kinds and kinds[v].kind in FIXED and v not in updated),
             backward_parameters=tuple(kinds[v].target for v in back if v in kinds and kinds[v].kind == "parameter"),
-            backward_outputs=tuple(v for v in produced if v in kept),
+            backward_outputs=tuple(filter(kept.__contains__, backward.makes)),
             gradients=tuple(target for _, target in mine),
         )
         saved = tuple(v for v in back if v in own or v in passing or v in updated)
@@ -113,16 +126,13 @@ def _at_home(captured: Captured, kind: str, home: Mapping[str, int]) -> dict[int
     return found
 
 
-def _handed_on(
-    outside: Sequence[tuple[list[str], list[str]]], home: Mapping[str, int], backward_made: Set[str]
-) -> Iterator[str]:
+def _handed_on(parts: Sequence[tuple[_Part, _Part]], home: Mapping[str, int], backward_made: Set[str]) -> Iterator[str]:
     """The values that other segments read: later ones forward values, earlier ones gradients.
 
-    `outside` has what the forward and the backward of every segment read that they do not make. A forward value that
-    only the backward of a later segment reads is handed to that segment's forward too.
+    A forward value that only the backward of a later segment reads is handed to that segment's forward too.
     """
-    for here, (read, back) in enumerate(outside):
-        for name in (*read, *back):
+    for here, (forward, backward) in enumerate(parts):
+        for name in (*forward.outside, *backward.outside):
             at = home.get(name, here)
             if here < at if name in backward_made else here > at:
                 yield name
@@ -133,26 +143,21 @@ def _direct(item: object) -> bool:
     return item is not None and getattr(item, "kind", "input") != "input"
 
 
-def _outside(nodes: Sequence[Node]) -> list[str]:
-    """The names that nodes read and do not define, in order of first use."""
-    defined = set(chain.from_iterable(map(Node.names, nodes)))
-    return [name for name in dict.fromkeys(chain.from_iterable(map(Node.refs, nodes))) if name not in defined]
-
-
 def _structure(
     flow: _Flow, values: Mapping[str, Value], targets: Mapping[str, str], wishes: Mapping[str, str]
 ) -> object:
     """What segments of one body agree on: values numbered in order of appearance, sizes, paths of parameters."""
-    segment, nodes = flow.segment, (*flow.forward, *flow.backward)
+    segment, forward, backward = flow.segment, flow.forward, flow.backward
+    nodes = (*forward.nodes, *backward.nodes)
     prefix = segment.name.split("@")[0] + "."
     parameters = [targets[target] for target in segment.parameters]
     fixed = dict.fromkeys((*segment.forward_fixed, *segment.backward_fixed))
     given = dict.fromkeys((*parameters, *fixed, *segment.values, *segment.backward_inputs))
-    numbers = {name: i for i, name in enumerate(dict.fromkeys((*given, *chain.from_iterable(map(Node.names, nodes)))))}
+    numbers = dict(zip(dict.fromkeys((*given, *forward.makes, *backward.makes)), count()))
     typed = [(values[name].shape, values[name].dtype) for name in given]
     paths = tuple(wishes[name].removeprefix(prefix) for name in (*parameters, *fixed))
     groups = (
-        chain.from_iterable(map(Node.refs, nodes)),
+        (*forward.reads, *backward.reads),
         (targets[target] for target in segment.forward_parameters),
         (targets[target] for target in (*segment.backward_parameters, *segment.gradients)),
         *(segment.values, segment.forward_fixed, segment.outputs, flow.saved, segment.backward_inputs),
@@ -161,26 +166,19 @@ def _structure(
     return (
         tuple(typed),
         paths,
-        len(flow.forward),
+        len(forward.nodes),
         tuple([node.form for node in nodes]),
-        tuple([_unused(node) for node in nodes]),
         _regions(nodes),
         tuple([tuple(map(numbers.__getitem__, names)) for names in groups]),
     )
 
 
-def _unused(node: Node) -> int | tuple[bool, ...]:
-    """How many results a node has, or which of them are not used where some are not."""
-    count = len(node.outs)
-    return count if len(node.names()) == count else tuple([out is None for out in node.outs])
-
-
 def _regions(nodes: Sequence[Node]) -> tuple[int, ...]:
     """The user's checkpoint calls, numbered in order, that nodes were made in; nothing where there are none."""
-    numbers: dict[int, int] = {}
-    if all(node.region < 0 for node in nodes):
+    regions, numbers = [node.region for node in nodes], {-1: -1}
+    if set(regions) <= {-1}:
         return ()
-    return tuple([numbers.setdefault(n.region, len(numbers)) if n.region >= 0 else -1 for n in nodes])
+    return tuple([numbers.setdefault(region, len(numbers) - 1) for region in regions])
 
 
 def _localised(flow: _Flow, values: Mapping[str, Value], targets: Mapping[str, str], wishes: Mapping[str, str]) -> Body:
@@ -192,15 +190,15 @@ def _localised(flow: _Flow, values: Mapping[str, Value], targets: Mapping[str, s
         local.add(name, wishes.get(name, "x").removeprefix(prefix))
     parameters = [targets[t] for t in segment.forward_parameters]
     formals = (*segment.values, *segment.forward_fixed, *parameters)
-    forward = local.function(formals, flow.forward, (*segment.outputs, *flow.updates))
+    forward = local.function(formals, flow.forward.nodes, (*segment.outputs, *flow.updates))
     saved = tuple(local.names[name] for name in taken)
-    if not flow.backward:
+    if not flow.backward.nodes:
         return Body("", forward, saved, None)
     for name in segment.backward_inputs:
         local.add(name, "dx")
     parameters = [targets[t] for t in segment.backward_parameters]
     formals = (*segment.backward_inputs, *taken, *segment.backward_fixed, *parameters)
-    backward = local.function(formals, flow.backward, (*segment.backward_outputs, *flow.gradients))
+    backward = local.function(formals, flow.backward.nodes, (*segment.backward_outputs, *flow.gradients))
     return Body("", forward, saved, backward)
 
 

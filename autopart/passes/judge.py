@@ -161,7 +161,7 @@ class _Scan:
         if self.lifted and self.lifted.issuperset(names):
             self.facts.update({name: Fact(Replicate(), free=True) for name in names})
             return
-        key = (form, tuple([out is None for out in node.outs]), tuple([self._kind(name) for name in reads]))
+        key = (form, tuple([self._kind(name) for name in reads]))
         if (known := self._known.get(key)) is None:
             found = depend(node, self.values, self.facts)
             self.facts.update(found.facts)

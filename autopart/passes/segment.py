@@ -10,11 +10,12 @@ one more input of the segment that uses it.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
-from itertools import groupby
+from itertools import chain, groupby
+from operator import attrgetter
 from typing import NamedTuple
 
 from autopart.errors import CaptureError
@@ -45,13 +46,14 @@ def segment(captured: Captured, *, cuts: Sequence[str] = ()) -> Segmented:
     layer.
     """
     forward, names, number = numbered(captured, tuple(cuts))
-    home = {name: number[i] for i, node in enumerate(forward) for name in node.names()}
-    home |= _backward_homes(captured, forward, number)
+    home = {name: place for node, place in zip(forward, number, strict=True) for name in node.names()}
+    home.update(_backward_homes(captured, forward, number))
     count = len(names)
     if INPUT in cuts:
         captured, names, home = take_out(captured, names, home)
     nodes, sums = regroup(captured.nodes, [out.name for out in captured.outputs], home)
-    return replace(build(replace(captured, nodes=nodes), names, home | sums), lookup=len(names) > count)
+    home.update(sums)
+    return replace(build(replace(captured, nodes=nodes), names, home), lookup=len(names) > count)
 
 
 def layers(captured: Captured) -> tuple[str, ...]:
@@ -87,14 +89,11 @@ def _calls(forward: list[Node]) -> list[dict[str, int]]:
     """For each node the modules around it, with how many calls of each began before this one."""
     begun: Counter[str] = Counter()
     calls: list[dict[str, int]] = []
-    module = None
-    for node in forward:
-        if node.module == module:
-            calls.append(calls[-1])
-            continue
-        module, paths = node.module, around(node.module)
-        begun.update(path for path in paths if not calls or path not in calls[-1])
-        calls.append({path: begun[path] - 1 for path in paths})
+    for module, run in groupby(forward, key=attrgetter("module")):
+        paths, before = around(module), calls[-1] if calls else {}
+        for path in paths:
+            begun[path] += path not in before
+        calls += [{path: begun[path] - 1 for path in paths}] * len([*run])
     return calls
 
 
@@ -137,12 +136,13 @@ def _parted(
 
 def _labels(forward: list[Node]) -> list[str | None]:
     """The segment label of each forward node: a module path, None for nodes of a module that is itself cut up."""
-    weight: Counter[str] = Counter()
-    modules = Counter(node.module for node in forward)
-    for module, count in modules.items():
-        weight.update(dict.fromkeys(around(module), count))
+    weight: defaultdict[str, int] = defaultdict(int)
+    paths = {module: around(module) for module in dict.fromkeys(node.module for node in forward)}
+    for module, count in Counter(node.module for node in forward).items():
+        for path in paths[module]:
+            weight[path] += count
     total = max(weight[""], 1)
-    stacks = _stacks(weight, modules)
+    stacks = _stacks(weight)
 
     def divided(path: str) -> bool:
         if path == "":
@@ -151,29 +151,26 @@ def _labels(forward: list[Node]) -> list[str | None]:
         return weight[path] / total > (1 / 2 if whole else LARGEST)
 
     def label(path: str) -> str | None:
-        parts = path.split(".") if path else []
-        for i in range(1, len(parts) + 1):
-            prefix = ".".join(parts[:i])
-            if not divided(prefix):
-                return prefix
+        whole = next((outer for outer in paths[path][1:] if not divided(outer)), None)
+        if whole is not None:
+            return whole
         return None if any(other.startswith(path + ".") if path else other for other in weight) else path
 
-    memo = {path: label(path) for path in {node.module for node in forward}}
-    return [memo[node.module] for node in forward]
+    found = {path: label(path) for path in paths}
+    return [found[node.module] for node in forward]
 
 
 def _with_parameters(labels: list[str | None], forward: list[Node], captured: Captured) -> list[str | None]:
     """Between modules, a node that is the first to read a parameter is labelled by it: ``x @ self.weights[3]``."""
     targets = {item.value.name: item.target for item in captured.of_kind("parameter")}
     between = (node for label, node in zip(labels, forward, strict=True) if not label)
-    if not any(name in targets for node in between for name in node.refs()):
-        return [label or None for label in labels]
-    found: list[str | None] = []
-    seen: set[str] = set()
-    for label, node in zip(labels, forward, strict=True):
-        fresh = [targets[name] for name in node.refs() if name in targets and name not in seen]
-        found.append(fresh[0] if not label and fresh else label or None)
-        seen.update(node.refs())
+    unread = {name for node in between for name in node.refs() if name in targets}
+    found = [label or None for label in labels]
+    for i, node in enumerate(forward) if unread else ():
+        if not unread.isdisjoint(node.refs()):
+            first = next(name for name in node.refs() if name in unread)
+            found[i] = found[i] or targets[first]
+            unread.difference_update(node.refs())
     return found
 
 
@@ -183,26 +180,25 @@ def around(path: str) -> list[str]:
     return [".".join(parts[:i]) for i in range(len(parts) + 1)]
 
 
-def _stacks(modules: Iterable[str], nodes: Counter[str]) -> set[str]:
-    """The modules that are little else than layers: numbered submodules with parts, alike in their parts."""
-    parts: dict[str, set[str]] = {module: set() for module in modules}
-    for module in parts:
+def _stacks(weight: Mapping[str, int]) -> set[str]:
+    """The modules that are little else than layers: numbered submodules with parts, alike in their parts.
+
+    `weight` has the number of nodes in every module.
+    """
+    parts: defaultdict[str, set[str]] = defaultdict(set)
+    for module in weight:
         for outer in around(module)[1:-1]:
             parts[outer].add(module.removeprefix(outer))
-    kinds = Counter((path.rpartition(".")[0], frozenset(below)) for path, below in parts.items())
-    layers = {
-        path
-        for path, below in parts.items()
-        if path.rpartition(".")[2].isdigit() and below and kinds[path.rpartition(".")[0], frozenset(below)] > 1
-    }
+    kinds = {path: (path.rpartition(".")[0], frozenset(below)) for path, below in parts.items()}
+    alike = Counter(kinds.values())
+    layers = {path for path, kind in kinds.items() if path.rpartition(".")[2].isdigit() and alike[kind] > 1}
     held: Counter[str] = Counter()
-    total: Counter[str] = Counter()
-    for module, count in nodes.items():
-        paths = around(module)
-        innermost = max((i for i, path in enumerate(paths) if path in layers), default=0)
-        held.update({path: count for path in paths[:innermost]})
-        total.update({path: count for path in paths})
-    return {path for path in held if held[path] > total[path] * 3 / 4}
+    for layer in layers:
+        for outer in reversed(around(layer)[:-1]):
+            held[outer] += weight[layer]
+            if outer in layers:  # which counts for all that is around it
+                break
+    return {path for path in held if held[path] > weight[path] * 3 / 4}
 
 
 def _runs(labels: list[str | None], cuts: tuple[str, ...], calls: list[dict[str, int]]) -> tuple[list[str], list[int]]:
@@ -277,30 +273,31 @@ def _backward_homes(captured: Captured, forward: list[Node], number: list[int]) 
     A gradient-accumulation add has no forward node of its own: it belongs where its result is used, the segment that
     made the value whose gradients it adds; an input's gradients are added in the first segment that makes one.
     """
-    by_sequence: dict[int, int] = {}  # the first node of a number is the one that autograd saw
-    for node, place in zip(forward, number, strict=True):
-        by_sequence.setdefault(node.sequence, place)
+    sequences = [node.sequence for node in forward]
+    # the first node of a number is the one that autograd saw
+    by_sequence = dict(zip(reversed(sequences), reversed(number), strict=True))
     backward = [node for node in captured.nodes if node.backward]
-    made = {name for node in backward for name in node.names()}
-    adrift = {  # the values of nodes that belong where they are used
-        name for node in backward if node.sequence not in by_sequence or is_sum(node, made) for name in node.names()
-    }
+    made = set(chain.from_iterable(map(Node.names, backward)))
+    loose = [node for node in backward if node.sequence not in by_sequence or is_sum(node, made)]
+    adrift = set(chain.from_iterable(map(Node.names, loose)))  # they belong where they are used
+    homes = {name: by_sequence.get(node.sequence, -1) for node in backward for name in node.names()}
     used_at = {out.name: max(number) for out in captured.outputs if out.kind == "input_grad"}
-    homes: dict[str, int] = {}
-    for node in reversed(backward):
-        home = by_sequence.get(node.sequence)
+    for node in reversed(backward) if adrift else ():
+        if adrift.isdisjoint(node.refs()) and adrift.isdisjoint(node.names()):
+            continue
+        home = homes[node.names()[0]]
         if not adrift.isdisjoint(node.names()):
             home = max((used_at[name] for name in node.names() if name in used_at), default=home)
-        if home is None:
+            homes.update(dict.fromkeys(node.names(), home))
+        if home < 0:
             raise CaptureError(f"{node.source or node.module}: cannot tell to which layer {node.opname} belongs")
-        for name in node.names():
-            homes[name] = home
-        if not adrift.isdisjoint(node.refs()):
-            for name in adrift.intersection(node.refs()):
-                used_at[name] = max(used_at.get(name, home), home)
+        for name in adrift.intersection(node.refs()):
+            used_at[name] = max(used_at.get(name, home), home)
+    earliest = len(forward)  # the first segment that the backward has come to; later ones are mostly behind it
     for node in backward:  # gradients flow from later segments to earlier ones only
         home = homes[node.names()[0]]
-        latest = min([home, *(homes[name] for name in node.refs() if name in homes)])
-        if latest < home:
-            homes.update(dict.fromkeys(node.names(), latest))
+        if home > earliest:
+            home = min([home, *(homes[name] for name in node.refs() if name in homes)])
+            homes.update(dict.fromkeys(node.names(), home))
+        earliest = min(earliest, home)
     return homes
