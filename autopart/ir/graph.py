@@ -185,7 +185,7 @@ class Node:
     @property
     def aten(self) -> str:
         """The name of an operator of aten, without its overload; "" for any other, whatever its name."""
-        return str(self.op.overloadpacket.__name__) if self.op.namespace == "aten" else ""
+        return self.opname.split(".")[1] if self.opname.startswith("aten.") else ""
 
     def place(self) -> str:
         """The user's line and the module, as far as they are known, to begin a message with."""

@@ -13,12 +13,14 @@ COPIES = ("clone", "_to_copy")
 def has_experts(captured: Captured) -> bool:
     """Whether some product of several matrices has a parameter, or a view or copy of one, for an operand."""
     forward = [node for node in captured.nodes if not node.backward]
+    products = [node for node in forward if node.aten in ("bmm", "baddbmm") and _several(node)]
+    if not products:
+        return False
     weights = {item.value.name for item in captured.of_kind("parameter")}
     for node in forward:
         if _source(node) in weights:
             weights.update(node.names())
-    products = (node for node in forward if node.aten in ("bmm", "baddbmm"))
-    return any(_several(node) and not weights.isdisjoint(node.refs()) for node in products)
+    return any(not weights.isdisjoint(node.refs()) for node in products)
 
 
 def _source(node: Node) -> str | None:

@@ -43,8 +43,9 @@ def begins(captured: Captured) -> int:
     """
     forward = [node for node in captured.nodes if not node.backward]
     made = {name: node for node in forward for name in node.names()}
-    softmax = next((node for node in reversed(forward) if node.aten == "_log_softmax"), None)
-    if softmax is None or captured.loss is None or captured.loss not in descendants(forward, softmax.names()):
+    at = next((i for i in reversed(range(len(forward))) if forward[i].aten == "_log_softmax"), -1)
+    softmax = forward[at] if at >= 0 else None
+    if softmax is None or captured.loss is None or captured.loss not in descendants(forward[at:], softmax.names()):
         raise CaptureError(
             "schedule: an output layer that is split over the pipeline ranks ends in a cross-entropy (a log_softmax "
             f"and the negative log-likelihood of targets), and this module's step has none; {ADVICE}"

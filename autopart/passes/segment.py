@@ -277,10 +277,9 @@ def _backward_homes(captured: Captured, forward: list[Node], number: list[int]) 
     # the first node of a number is the one that autograd saw
     by_sequence = dict(zip(reversed(sequences), reversed(number), strict=True))
     backward = [node for node in captured.nodes if node.backward]
-    made = set(chain.from_iterable(map(Node.names, backward)))
-    loose = [node for node in backward if node.sequence not in by_sequence or is_sum(node, made)]
-    adrift = set(chain.from_iterable(map(Node.names, loose)))  # they belong where they are used
     homes = {name: by_sequence.get(node.sequence, -1) for node in backward for name in node.names()}
+    loose = (node for node in backward if node.sequence not in by_sequence or is_sum(node, homes))
+    adrift = set(chain.from_iterable(map(Node.names, loose)))  # they belong where they are used
     used_at = {out.name: max(number) for out in captured.outputs if out.kind == "input_grad"}
     for node in reversed(backward) if adrift else ():
         if adrift.isdisjoint(node.refs()) and adrift.isdisjoint(node.names()):

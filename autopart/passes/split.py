@@ -174,7 +174,7 @@ def place(
     groups: dict[_Kind, list[str]] = {}
     for target, used in users.items():
         name = parts[target].name if target in parts else target
-        item, shared = inputs[name], any(layer != used[0][1] for _, layer in used)
+        item, shared = inputs[name], len(used) > 1 and len({layer for _, layer in used}) > 1
         modes = on_data[id(plan.placement_of(name))]
         owner, grad = target if shared else used[0][1], item.requires_grad
         kind = _Kind(owner, shared, grad, grad and name in graded, item.value.dtype, modes)
