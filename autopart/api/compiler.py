@@ -59,6 +59,7 @@ from autopart.passes.unruled import unruled
 from autopart.passes.verify import verify
 from autopart.schedules.spell import splits_output
 from autopart.solver.choose import choose
+from autopart.solver.least import unproven
 from autopart.solver.presets import Pinned
 from autopart.solver.refine import reason, refine
 from autopart.solver.request import FEW, Pins
@@ -148,7 +149,7 @@ def choosing(segmented: Segmented, batch: int, pins: Pins, inputs: str = "global
         plan = _chosen(segmented, batch, kept, found, degrees, widths=widths)
         if plan.tensor is None:
             return plan
-        return replace(plan, notes=(*plan.notes, *unruled(segmented), *tensor.unproven(segmented, plan.tensor)))
+        return replace(plan, notes=(*plan.notes, *unruled(segmented), *unproven(segmented, plan.tensor)))
 
     return chosen
 

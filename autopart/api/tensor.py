@@ -253,20 +253,6 @@ def first_place(segmented: Segmented, tensor: TensorPlan) -> Segmented:
     return segmented
 
 
-def unproven(segmented: Segmented, plan: TensorPlan) -> tuple[str, ...]:
-    """A sentence for each axis on which not all placements inside segments were looked at, for the notes of a plan."""
-    found = []
-    for each in plan.axes:
-        names = [s.name for s, n in zip(segmented.segments, each.segments, strict=True) if not each.costs[n].exact]
-        if names:
-            told = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-            found.append(
-                f"{each.axis} inside {told}: too entangled to be solved exactly, so not all that may be split was "
-                "looked at, and a faster placement is possible"
-            )
-    return tuple(found)
-
-
 def exchanged(tensor: TensorPlan) -> Callable[[str, str, int], int]:
     """What a collective inside a segment takes under a plan, in picoseconds, by its axis, kind and payload in bytes."""
     axes = {axis.name: axis for axis in _axes(tensor.axes)}

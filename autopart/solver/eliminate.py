@@ -107,6 +107,36 @@ def eliminate(tables: Sequence[Table], keep: Sequence[Variable] = (), largest: i
     return Eliminated(tuple(keep), _join([kept, *left.values()], sizes).costs, tuple(parts))
 
 
+def bounds(tables: Sequence[Table], keep: Sequence[Variable], largest: int) -> tuple[Table, ...]:
+    """Tables over `keep` whose sum is nowhere above the least over all other variables, made within `largest` entries.
+
+    Where joining all tables that have a variable would take more, they are joined in groups, of each of which the
+    minimum is taken by itself (mini-bucket elimination; Dechter and Rish 2003).
+    """
+    sizes = {v: n for table in tables for v, n in zip(table.variables, table.costs.shape, strict=True)}
+    order, _ = elimination_order(tables, keep, sizes)
+    left = list(tables)
+    for variable in order:
+        mine = [table for table in left if variable in table.variables]
+        left = [table for table in left if variable not in table.variables]
+        groups: list[list[Table]] = []
+        for table in sorted(mine, key=lambda each: -each.costs.numel()):
+            fitting = (group for group in groups if _entries((*group, table), sizes) <= largest)
+            group = next(fitting, None)
+            if group is None:
+                groups.append(group := [])
+            group.append(table)
+        for whole in (_join(group, sizes) for group in groups):
+            dim = whole.variables.index(variable)
+            left.append(Table(whole.variables[:dim] + whole.variables[dim + 1 :], whole.costs.amin(dim)))
+    return tuple(left)
+
+
+def _entries(tables: Iterable[Table], sizes: Mapping[Variable, int]) -> int:
+    """The entries of the tables' sum."""
+    return prod(sizes[v] for v in {v for table in tables for v in table.variables})
+
+
 def _without(table: Table, settled: Collection[Variable]) -> Table:
     """A table without variables that have one value, which tie nothing together."""
     kept = [(v, n) for v, n in zip(table.variables, table.costs.shape, strict=True) if v not in settled]
@@ -190,12 +220,17 @@ def solve(layout: Layout, keep: Sequence[str] = (), price: float = 0.0, largest:
 
     Raises MemoryError as `eliminate` does.
     """
-    return eliminate(tuple(_tables(layout, price)), tuple(f"u:{name}" for name in keep), largest)
+    return eliminate(tables_of(layout, price), tuple(f"u:{name}" for name in keep), largest)
 
 
 def picks(layout: Layout, values: Mapping[Variable, int]) -> tuple[int, ...]:
     """The option of every unit."""
     return tuple(values[f"u:{unit.name}"] for unit in layout.units)
+
+
+def tables_of(layout: Layout, price: float = 0.0) -> tuple[Table, ...]:
+    """What a layout costs at a price of a byte, as tables of few variables each."""
+    return tuple(_tables(layout, price))
 
 
 def _tables(layout: Layout, price: float) -> Iterator[Table]:

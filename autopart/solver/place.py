@@ -10,17 +10,15 @@ with the number of distinct bodies.
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
 import torch
 
-from autopart.ir.graph import descendants
 from autopart.ir.placed import PlacedBody
 from autopart.ir.placement import TensorPlacement
-from autopart.ir.segmented import Body, Segment, Segmented
+from autopart.ir.segmented import Body, Segmented
 from autopart.ir.tensor_plan import Costs
 from autopart.rules.ring import in_turn
 from autopart.solver.axis import Axis
@@ -28,6 +26,7 @@ from autopart.solver.eliminate import Eliminated, Table, eliminate, picks, solve
 from autopart.solver.layout import evaluate
 from autopart.solver.otherwise import alternatives
 from autopart.solver.tensor import BodyLayout, Pin, layout_of, layouts_along
+from autopart.solver.wires import Boundary, Domains, boundaries, domains, over, unsplit
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +102,7 @@ class _Posed:
     """The bodies on an axis as tables, and what their boundaries choose among; `exact`: among all that may be."""
 
     wired: Sequence[_Wired]
-    domains: Mapping[str, tuple[TensorPlacement, ...]]
+    domains: Domains
     pins: Mapping[str, Pin]
     axis: Axis
     exact: bool
@@ -121,7 +120,7 @@ class _Posed:
     ) -> _Posed:
         """The tables of a step in which the values in `whole` pass between segments unsplit."""
         wired = _wired(segmented, axis, pins, whole, others)
-        return cls(wired, _domains(wired), pins, axis, exact)
+        return cls(wired, domains([(one.variables, one.choices) for one in wired]), pins, axis, exact)
 
     def at(self, price: float) -> Placed:
         """The best placement at a price of a byte. Raises MemoryError where what passes is too entangled."""
@@ -157,7 +156,9 @@ class _Posed:
             outside = one.variables
             key = id(one.layout), tuple([self.domains[v] for v in outside]), tuple(map(outside.index, outside))
             if key not in known:
-                made = _over(one, solved[id(one.layout)].costs, self.domains)
+                if (entries := prod(len(self.domains[variable]) for variable in outside)) > LARGEST:
+                    raise MemoryError(f"a table of {entries} entries: too entangled to be solved exactly")
+                made = over(solved[id(one.layout)].costs, outside, one.choices, self.domains)
                 known[key] = tuple(map(outside.index, made.variables)), made.costs
             places, costs = known[key]
             yield Table(tuple([outside[place] for place in places]), costs)
@@ -171,7 +172,7 @@ def _posed(
     Where what passes between segments is too entangled, samples stay together, or all of it is whole.
     """
     _known(segmented, pins)
-    plain, whole = replace(axis, divides=False), _whole(segmented)
+    plain, whole = replace(axis, divides=False), unsplit(segmented)
     for way in dict.fromkeys((axis, plain)):
         posed = _Posed.of(segmented, way, pins, whole, others, exact=way == axis)
         with contextlib.suppress(MemoryError):
@@ -203,36 +204,22 @@ def _passing(segmented: Segmented) -> Iterator[str]:
 def _wired(
     segmented: Segmented, axis: Axis, pins: Mapping[str, Pin], whole: Collection[str], others: Sequence[Segmented]
 ) -> list[_Wired]:
-    users = Counter(target for segment in segmented.segments for target in segment.parameters)
     turns = in_turn((node for body in segmented.bodies for node in body.forward.nodes), axis.degree)
-    outside = {target for target, count in users.items() if count > 1}
     layouts: dict[object, tuple[BodyLayout, Eliminated]] = {}
     found = []
-    for segment in segmented.segments:
-        body = segmented.bodies[segment.body]
-        wires, owners = _wires(body, segment, outside, axis), _owners(body, segment)
-        units = tuple(unit for unit, name in wires.items() if name not in whole)
-        pinned = {local: pins[target] for target, local in owners.items() if target in pins}
-        key = segment.body, units, tuple(pinned.items())
-        if key not in layouts:
-            shared = {unit.split()[-1] for unit, name in wires.items() if name in whole}
-            alike = [other.bodies[segment.body] for other in others]
-            layouts[key] = _solvable(body, segment, axis, shared, pinned, units, turns, alike)
-        layout, usual = layouts[key]
-        choices = tuple(layout.choices(unit) for unit in units)
-        found.append(_Wired(layout, usual, units, choices, tuple(wires[unit] for unit in units)))
+    for each in boundaries(segmented, axis, pins, whole):
+        if each.key not in layouts:
+            number = each.segment.body
+            alike = [other.bodies[number] for other in others]
+            layouts[each.key] = _solvable(segmented.bodies[number], each, axis, turns, alike)
+        layout, usual = layouts[each.key]
+        choices = tuple(layout.choices(unit) for unit in each.units)
+        found.append(_Wired(layout, usual, each.units, choices, each.variables))
     return found
 
 
 def _solvable(
-    body: Body,
-    segment: Segment,
-    axis: Axis,
-    whole: Collection[str],
-    pins: Mapping[str, Pin],
-    units: Sequence[str],
-    turns: Collection[int],
-    others: Sequence[Body],
+    body: Body, boundary: Boundary, axis: Axis, turns: Collection[int], others: Sequence[Body]
 ) -> tuple[BodyLayout, Eliminated]:
     """The layout of a body, solved at the usual price.
 
@@ -242,23 +229,16 @@ def _solvable(
     plain = replace(axis, divides=False)
     rung = None if axis.alike else turns  # under a causal mask the places of a ring run different operators
     for way, rings in dict.fromkeys(((axis, rung), (plain, rung), (plain, None))):
-        layout = layout_of(body, segment, way, whole, pins, turns=rings, others=others)
+        layout = layout_of(body, boundary.segment, way, boundary.whole, boundary.pins, turns=rings, others=others)
         with contextlib.suppress(MemoryError):
-            solved = solve(layout.layout, units, TIE, LARGEST)
+            solved = solve(layout.layout, boundary.units, TIE, LARGEST)
             return replace(layout, exact=(way, rings) == (axis, rung)), solved
-    return _entangled(body, segment, axis, whole, pins, units, others)
+    return _entangled(body, boundary, axis, others)
 
 
-def _entangled(
-    body: Body,
-    segment: Segment,
-    axis: Axis,
-    whole: Collection[str],
-    pins: Mapping[str, Pin],
-    units: Sequence[str],
-    others: Sequence[Body],
-) -> tuple[BodyLayout, Eliminated]:
+def _entangled(body: Body, boundary: Boundary, axis: Axis, others: Sequence[Body]) -> tuple[BodyLayout, Eliminated]:
     """The best of a body's layouts along one loop, and of that in which nothing is split."""
+    segment, whole, pins = boundary.segment, boundary.whole, boundary.pins
     made = list(layouts_along(body, segment, axis, whole, pins, others=others))
     try:
         plain = layout_of(body, segment, axis, whole, pins, split=False, others=others)
@@ -266,7 +246,7 @@ def _entangled(
     except ValueError:  # a pin, which another may keep
         if not made:
             raise
-    solved = [(each, solve(each.layout, units, TIE, LARGEST)) for each in made]
+    solved = [(each, solve(each.layout, boundary.units, TIE, LARGEST)) for each in made]
     return min(solved, key=lambda pair: float(pair[1].costs.min()))
 
 
@@ -287,72 +267,3 @@ def _known(segmented: Segmented, pins: Mapping[str, Pin]) -> None:
     for target in pins:
         if target not in targets:
             raise ValueError(f"placement: no segment has a parameter {target!r}")
-
-
-def _whole(segmented: Segmented) -> set[str]:
-    """The values between segments that are whole at every place."""
-    captured = segmented.captured
-    readers = Counter(name for segment in segmented.segments for name in segment.values)
-    several = {name for name, count in readers.items() if count > 1}
-    given = {item.value.name for item in captured.of_kind("input", "tangent")}
-    returned = {out.name for out in captured.outputs if out.kind in ("loss", "output", "input_grad")}
-    if several:
-        parameters = (item.value.name for item in captured.of_kind("parameter") if item.requires_grad)
-        several -= descendants(captured.nodes, parameters)
-    return given | returned | several
-
-
-def _owners(body: Body, segment: Segment) -> dict[str, str]:
-    """The local name of each parameter that a segment reads."""
-    names = [v.name for v in body.forward.inputs]
-    owners = dict(
-        zip(segment.forward_parameters, names[len(segment.values) + len(segment.forward_fixed) :], strict=True)
-    )
-    if body.backward is not None:
-        formals, count = [v.name for v in body.backward.inputs], len(segment.backward_parameters)
-        owners = dict(zip(segment.backward_parameters, formals[len(formals) - count :], strict=True)) | owners
-    return owners
-
-
-def _wires(body: Body, segment: Segment, outside: set[str], axis: Axis) -> dict[str, str]:
-    """From units of a body's boundary to variables: names of values in the whole graph, and targets of parameters."""
-    owners = _owners(body, segment)
-    wires = {f"in {v.name}": name for v, name in zip(body.forward.inputs, segment.values, strict=False)}
-    outputs = zip(body.forward.outputs, segment.outputs, strict=False)
-    wires |= {f"out {i} {local}": name for i, (local, name) in enumerate(outputs)}
-    if body.backward is not None:
-        taken = zip(body.backward.inputs, segment.backward_inputs, strict=False)
-        wires |= {f"in {v.name}": name for v, name in taken}
-        results = (*segment.backward_outputs, *segment.gradients)
-        for i, (local, name) in enumerate(zip(body.backward.outputs, results, strict=True)):
-            apart = name in owners or axis.by_samples  # those of the data axis are not placed as parameters are
-            if i < len(segment.backward_outputs) or not apart:
-                wires[f"back {i} {local}"] = name
-    return wires | {f"parameter {local}": target for target, local in owners.items() if target in outside}
-
-
-def _domains(wired: Sequence[_Wired]) -> dict[str, tuple[TensorPlacement, ...]]:
-    """The placements of every variable that some segment can do."""
-    found: dict[str, dict[TensorPlacement, None]] = {}
-    for one in wired:
-        for choices, variable in zip(one.choices, one.variables, strict=True):
-            found.setdefault(variable, {}).update(dict.fromkeys(choices))
-    return {variable: tuple(places) for variable, places in found.items()}
-
-
-def _over(one: _Wired, costs: torch.Tensor, domains: Mapping[str, tuple[TensorPlacement, ...]]) -> Table:
-    """A body's table over the variables of a segment; a placement that it cannot do costs infinity."""
-    variables = one.variables
-    if (entries := prod(len(domains[variable]) for variable in variables)) > LARGEST:
-        raise MemoryError(f"a table of {entries} entries: what passes is too entangled to be solved exactly")
-    for dim, (choices, variable) in enumerate(zip(one.choices, variables, strict=True)):
-        own = {how: i for i, how in enumerate(choices)}
-        at = [own.get(how, len(own)) for how in domains[variable]]
-        nowhere = torch.full_like(costs.narrow(dim, 0, 1), torch.inf)
-        costs = torch.cat((costs, nowhere), dim).index_select(dim, torch.tensor(at))
-    for variable in dict.fromkeys(v for v in variables if variables.count(v) > 1):
-        first, *more = (dim for dim, v in enumerate(variables) if v == variable)
-        for dim in reversed(more):  # one value in two places of the boundary: only equal placements count
-            costs = costs.diagonal(0, first, dim).movedim(-1, first)
-            variables = variables[:dim] + variables[dim + 1 :]
-    return Table(variables, costs)
