@@ -191,7 +191,9 @@ def _wrong(change: str) -> Experts:
             rows = rows.view(-1, CHOSEN, WIDTH).softmax(1).view(-1, WIDTH)
         if change == "drawn":
             rows = F.dropout(rows, 0.5)
-        ends = ends_of(keys if change != "other groups" else ids.flatten())
+        ends = ends_of(keys.to(torch.int8) if change == "wrapped keys" else keys)
+        if change == "other groups":
+            ends = ends_of(ids.flatten())
         if change == "other ends":
             ends = ends - 1
         y = s.groups(rows, ends)
@@ -213,6 +215,7 @@ REFUSED = {
     "another sort": "beside rows in another order",
     "regrouped": "regroup",
     "drawn": "beside rows in another order",
+    "wrapped keys": "grouped_mm_fallback",
     "other groups": "grouped_mm_fallback",
     "other ends": "sub",
     "not brought back": "regroup",

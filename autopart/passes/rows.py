@@ -129,7 +129,9 @@ def groups_of(name: str, call: Call, facts: Facts) -> Groups | None:
         return None
     of, order = given.groups.of, given.groups.order
     if name in _SAME:
-        return given.groups
+        out = call.results[0]
+        kept = out is not None and (out.dtype.is_floating_point or out.dtype.itemsize >= 4)  # else they may wrap around
+        return given.groups if kept else None
     if name == "histc" and of is Of.KEYS and call.args["min"] == 0 < call.args["max"]:
         return Groups(Of.COUNTS, order)  # keys of no group are behind all others: none is below 0
     return Groups(Of.ENDS, order) if name == "cumsum" and of is Of.COUNTS else None
