@@ -231,14 +231,19 @@ def test_what_depends_on_where_a_sorted_row_lies_is_refused(change: str) -> None
         normalise(capture(model, read(model, (x,)), route="direct"))
 
 
-class Sorted(nn.Module):
-    """Returns rows as they were sorted."""
+class Returned(nn.Module):
+    """Returns rows as they were sorted, or the numbers of the samples."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what = what
 
     def forward(self, x: Tensor) -> Tensor:
-        return x[x.sum(1).argsort()]
+        return x[x.sum(1).argsort()] if self.what == "rows" else torch.arange(len(x))
 
 
-def test_rows_are_not_returned_in_the_order_of_a_sort() -> None:
-    model, x = Sorted(), torch.randn(6, WIDTH)
-    with pytest.raises(CaptureError, match=r"aten.index.*returned in their order"):
+@pytest.mark.parametrize(("what", "message"), [("rows", "aten.index.*returned as they lie"), ("numbers", "numbers of")])
+def test_neither_sorted_rows_nor_the_numbers_of_samples_are_returned(what: str, message: str) -> None:
+    model, x = Returned(what), torch.randn(6, WIDTH)
+    with pytest.raises(CaptureError, match=message):
         normalise(capture(model, read(model, (x,)), route="direct"))

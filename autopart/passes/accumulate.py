@@ -10,7 +10,7 @@ different segments change, and only by reassociation.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, replace
 from itertools import chain
 
@@ -93,20 +93,24 @@ def regroup(
         made, _ = _chain(parts, spare)
         homes.update({name: home[tree.root] for node in made for name in node.names()})
         at[tree.root] = made
-    changed = removed.union(after)
-    result: list[Node] = []
+    return tuple(_with_sums(nodes, removed, at, after)), homes
+
+
+def _with_sums(
+    nodes: Iterable[Node], removed: Set[str], at: Mapping[str, list[Node]], after: Mapping[str, list[Node]]
+) -> Iterator[Node]:
+    """The nodes without the sums that are `removed`, and with others: in the place of some, and after some values."""
+    changed = {*removed, *after}
     for node in nodes:
         names = node.names()
         if changed.isdisjoint(names):
-            result.append(node)
-            continue
-        if names[0] in removed:
-            result.extend(at.get(names[0], ()))
-            continue
-        result.append(node)
-        for name in names:
-            result.extend(after.get(name, ()))
-    return tuple(result), homes
+            yield node
+        elif names[0] in removed:
+            yield from at.get(names[0], ())
+        else:
+            yield node
+            for name in names:
+                yield from after.get(name, ())
 
 
 def _chain(members: list[str], spare: list[Node]) -> tuple[list[Node], str]:

@@ -129,7 +129,7 @@ class _Step:
             if found is None:
                 self._couple("it regroups the batch with another dim")
             if fact.order and dims[slot][fact.place.dim] != (found[0],):
-                self._couple("it regroups rows that were sorted")
+                self._couple(_REGROUPED)
             (alike if fact.uniform else exact).add(found)
         if not exact and not alike:
             made = (dim for result, _ in self.outs for dim in self.rule.results[result] or ())
@@ -167,9 +167,9 @@ class _Step:
         factor, within = batch
         place: TensorPlacement = Replicate()
         for i, dim in enumerate(self.rule.results[result] or ()):
-            if factor in dim and self.order and len(dim) > 1:
-                self._couple("it regroups rows that were sorted")
             if factor in dim:
+                if self.order and dim != (factor,):
+                    self._couple(_REGROUPED)
                 place = Shard(i, within * _elements(dim[: dim.index(factor)], self.rule.factors))
         if self.rule.contracts(result, factor):
             how = self.rule.factors[factor].reduction
@@ -226,7 +226,7 @@ class _Step:
         picking = {slot: found for slot, found in read if found is not None}
         found = picked(self.name, self.call, self.facts, picking) if picking else None
         if picking and picks is None and found is None:
-            self._couple(_REASONS["arange"])
+            self._couple(NUMBERS)
         return found
 
     def _order(self) -> str:
@@ -248,12 +248,13 @@ class _Step:
         return tuple((factor, slot) for factor, slot in self.rule.ends if self.facts[slot].groups == ends)
 
 
-_NUMBERS = "it uses the numbers of the samples, and a microbatch does not know where in the batch it is"
+NUMBERS = "it uses the numbers of the samples, and a microbatch does not know where in the batch it is"
+_REGROUPED = "it regroups rows that were sorted"
 _SQUEEZE = "it drops a dim of size 1, which the batch may be in a microbatch; name the dim that it is to drop"
 _STATISTICS = "it normalises by the statistics of the whole batch"
 _REASONS: Mapping[str, str] = {
-    "arange": _NUMBERS,
-    "linspace": _NUMBERS,
+    "arange": NUMBERS,
+    "linspace": NUMBERS,
     "squeeze": _SQUEEZE,
     "native_batch_norm": _STATISTICS,
     "_native_batch_norm_legit": _STATISTICS,

@@ -15,6 +15,7 @@ from autopart.ir.graph import Arg, Dim, Form, Input, Node, Output, Size
 from autopart.ir.placement import Partial, Replicate, Shard, TensorPlacement
 from autopart.passes.dependence import (
     ADVICE,
+    NUMBERS,
     NeededWhole,
     batch_dims,
     depend,
@@ -210,12 +211,13 @@ class _Scan:
     def needs_share(self, output: Output, nodes: Sequence[Node]) -> bool:
         """Whether an output must be multiplied by the microbatch's share; refuses what cannot be put together."""
         fact = self.facts[output.name]
-        if fact.order or fact.picks is not None:
-            made = next(node for node in nodes if output.name in node.names())
-            refuse(made, "couples the samples of a batch: what it makes of sorted rows is returned in their order")
+        made = (node for node in nodes if output.name in node.names())
+        if fact.order:
+            refuse(next(made), "couples the samples of a batch: its rows, which were sorted, are returned as they lie")
+        if fact.picks is not None:
+            refuse(next(made), f"couples the samples of a batch: {NUMBERS}")
         if output.kind == "mutation" and not isinstance(fact.place, Replicate):
-            made = next(node for node in nodes if output.name in node.names())
-            refuse(made, f"updates the buffer {output.target!r} from the samples, which are those of a part")
+            refuse(next(made), f"updates the buffer {output.target!r} from the samples, which are those of a part")
         if output.kind not in ("loss", "grad", "input_grad"):
             return False
         source = self.samples.get(output.target) if output.kind == "input_grad" else None

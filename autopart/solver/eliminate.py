@@ -220,7 +220,7 @@ def solve(layout: Layout, keep: Sequence[str] = (), price: float = 0.0, largest:
 
     Raises MemoryError as `eliminate` does.
     """
-    return eliminate(tables_of(layout, price), tuple(f"u:{name}" for name in keep), largest)
+    return eliminate(tuple(tables_of(layout, price)), tuple(f"u:{name}" for name in keep), largest)
 
 
 def picks(layout: Layout, values: Mapping[Variable, int]) -> tuple[int, ...]:
@@ -228,12 +228,8 @@ def picks(layout: Layout, values: Mapping[Variable, int]) -> tuple[int, ...]:
     return tuple(values[f"u:{unit.name}"] for unit in layout.units)
 
 
-def tables_of(layout: Layout, price: float = 0.0) -> tuple[Table, ...]:
+def tables_of(layout: Layout, price: float = 0.0) -> Iterator[Table]:
     """What a layout costs at a price of a byte, as tables of few variables each."""
-    return tuple(_tables(layout, price))
-
-
-def _tables(layout: Layout, price: float) -> Iterator[Table]:
     moves = dict(layout.moves)
     readers: dict[str, list[tuple[Unit, int]]] = {}
     for unit in layout.units:

@@ -7,6 +7,7 @@ placement is faster than.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import prod
 
 from autopart.ir.cost import PICO
@@ -48,8 +49,9 @@ POSSIBLE = "a faster placement is possible"
 
 
 def _faster(segmented: Segmented, plan: TensorPlan) -> str:
-    """By how much another placement on the axis may be faster, at most."""
-    axis = Axis(plan.axis, plan.degree, plan.cluster, plan.samples, divides=plan.multiple > 1)
+    """By how much another placement on the axis may be faster, at most, one that splits the samples among them."""
+    axis = Axis(plan.axis, plan.degree, plan.cluster, plan.samples)
+    axis = replace(axis, divides=not axis.whole_parameters and plan.samples % plan.degree == 0)
     taken, least = sum(plan.costs[n].chosen for n in plan.segments), least_seconds(segmented, axis)
     if not least:
         return POSSIBLE
@@ -70,7 +72,7 @@ def least_seconds(segmented: Segmented, axis: Axis, largest: int = LARGEST) -> f
         if each.key not in known:
             layout = layout_of(segmented.bodies[each.segment.body], each.segment, axis, each.whole, turns=turns)
             kept = [f"u:{unit}" for unit in each.units]
-            known[each.key] = layout, bounds(tables_of(layout.layout), kept, largest)
+            known[each.key] = layout, bounds(tuple(tables_of(layout.layout)), kept, largest)
         layout, tables = known[each.key]
         found.append((each, tuple(layout.choices(unit) for unit in each.units), tables))
     places = domains([(each.variables, choices) for each, choices, _ in found])

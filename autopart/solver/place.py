@@ -157,7 +157,9 @@ class _Posed:
             key = id(one.layout), tuple([self.domains[v] for v in outside]), tuple(map(outside.index, outside))
             if key not in known:
                 if (entries := prod(len(self.domains[variable]) for variable in outside)) > LARGEST:
-                    raise MemoryError(f"a table of {entries} entries: too entangled to be solved exactly")
+                    raise MemoryError(
+                        f"a table of {entries} entries: what passes is too entangled to be solved exactly"
+                    )
                 made = over(solved[id(one.layout)].costs, outside, one.choices, self.domains)
                 known[key] = tuple(map(outside.index, made.variables)), made.costs
             places, costs = known[key]

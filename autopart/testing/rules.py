@@ -220,23 +220,24 @@ def check_groups(node: Node, whole: Tensors, results: Results, found: Rule, fact
     """Raise RuleError unless some iterations of every group give their part, with where just those end."""
     dims, what = dict(found.operands), f"{node.op}: {label(found, factor)} in groups that end at {ends}"
     groups = torch.arange(sizes_of(found)[factor]).tensor_split(whole[ends].tolist())[: len(whole[ends])]
-    halves = [[group.tensor_split(2)[half] for group in groups] for half in range(2)]
-    made = []
-    for half in halves:
-        counts = torch.tensor([len(group) for group in half]).cumsum(0).to(whole[ends])
-        given = {slot: _rows(tensor, dims[slot], factor, torch.cat(half)) for slot, tensor in whole.items()}
-        made.append(run(node, {**given, ends: counts}))
+    halves, made = [], []
+    for half in zip(*(group.tensor_split(2) for group in groups), strict=True):
+        rows, counts = torch.cat(half), torch.tensor([len(group) for group in half])
+        given = {slot: _rows(tensor, dims[slot], factor, rows) for slot, tensor in whole.items()}
+        try:
+            made.append(run(node, {**given, ends: counts.cumsum(0).to(whole[ends])}))
+        except (RuntimeError, IndexError, ValueError, TypeError) as error:
+            raise RuleError(f"{what} do not fit: {error}") from error
+        halves.append(rows)
     for i, (result, own) in enumerate(zip(results, found.results, strict=True)):
         if result is None or own is None:
             continue
-        parts = [each[i] for each in made]
+        first, second = (each[i] for each in made)
         if (factor,) in own:
-            where = [torch.cat(half) for half in halves]
-            wanted = [_rows(result, own, factor, rows) for rows in where]
-            for part, rows in zip(parts, wanted, strict=True):
-                agree(f"{what}: result {i}", part, rows)  # type: ignore[arg-type]
+            for rows, part in zip(halves, (first, second), strict=True):
+                agree(f"{what}: result {i}", part, _rows(result, own, factor, rows))  # type: ignore[arg-type]
         else:
-            agree(f"{what}: result {i}", parts[0] + parts[1], result)  # type: ignore[operator]
+            agree(f"{what}: result {i}", first + second, result)  # type: ignore[operator]
 
 
 def _rows(tensor: torch.Tensor, dims: Dims, factor: int, rows: torch.Tensor) -> torch.Tensor:
