@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from tests.zoo import Specimen, integers, resnet, unet
 
-SAMPLES, LENGTH, WORDS = 6, 8, 32
+SAMPLES, LENGTH, WORDS, BAG = 6, 8, 32, 5
 
 
 class _Doubled(TorchFunctionMode):
@@ -188,6 +188,30 @@ def dlrm_separate() -> Specimen:
     return Specimen(Separate().double(), dlrm().args)
 
 
+class Bags(DLRM):
+    """The same with several rows of each table a sample: summed, weighted, averaged without padding, or the maxima."""
+
+    def __init__(self, tables: int = 4, rows: int = 64, width: int = 8, dense: int = 6) -> None:
+        super().__init__(tables, rows, width, dense)
+        del self.tables
+        kinds: tuple[dict[str, Any], ...] = ({"mode": "sum"}, {"mode": "mean", "padding_idx": 3}, {"mode": "max"})
+        self.bags = nn.ModuleList(nn.EmbeddingBag(rows, width, **kind) for kind in (*kinds, {"mode": "sum"}))
+        self.position = nn.Parameter(torch.rand(BAG))
+
+    def tables(self, ids: torch.Tensor) -> torch.Tensor:
+        """What is in the bag of each table."""
+        *plain, last = self.bags
+        found = [bag(ids[:, i]) for i, bag in enumerate(plain)]
+        found.append(last(ids[:, -1], per_sample_weights=self.position.expand(len(ids), BAG)))
+        return torch.stack(found, dim=1)
+
+
+def dlrm_bags() -> Specimen:
+    """A DLRM of four modules with bags of five rows."""
+    dense, _, clicked = dlrm().args
+    return Specimen(Bags().double(), (dense, integers(64, SAMPLES, 4, BAG), clicked))
+
+
 class AlexNet(nn.Module):
     """Convolutions with few weights on many positions, then wide layers with many weights on few."""
 
@@ -298,6 +322,7 @@ AXIS_ZOO: Mapping[str, Callable[[], Specimen]] = {
     "qwen-moe": qwen_moe,
     "dlrm": dlrm,
     "dlrm-separate": dlrm_separate,
+    "dlrm-bags": dlrm_bags,
     "alexnet": alexnet,
     "spatio-temporal": spatio_temporal,
     "clip": clip,

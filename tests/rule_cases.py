@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
+from autopart.bags import BAG_MAX, BAG_MAX_BACKWARD, BAG_SCALE_BACKWARD, BAG_SUM, BAG_SUM_BACKWARD
 from autopart.scans import FROM_END
 
 aten = torch.ops.aten
@@ -202,6 +203,12 @@ def _cat(s: Sizes) -> tuple[Any, ...]:
 
 def _pad(s: Sizes) -> tuple[Any, ...]:
     return aten.constant_pad_nd.default, s.normal(2, 3, 4), [1, 0, 0, 0] if s.flag() else [0, 2, -1, 1], 1.5
+
+
+def _bags(s: Sizes) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Indices of four bags, and numbers to multiply the rows by."""
+    indices = s.index(5, 4, s.size())
+    return indices, s.normal(*indices.shape) if s.flag() else None
 
 
 def _gather(s: Sizes) -> tuple[Any, ...]:
@@ -409,6 +416,17 @@ ELEMENTARY: Mapping[str, Case] = {
     "embedding_dense_backward": lambda s: (
         aten.embedding_dense_backward.default, s.normal(2, 3, 4), s.index(5, 2, 3), 5, -1, s.flag()
     ),
+    "autopart.bag_sum": lambda s: (
+        BAG_SUM, s.normal(5, s.size()), *_bags(s), s.index(5, 1).item() if s.flag() else -1
+    ),
+    "autopart.bag_sum_backward": lambda s: (
+        BAG_SUM_BACKWARD, s.normal(4, s.size()), *_bags(s), 5, s.index(5, 1).item() if s.flag() else -1
+    ),
+    "autopart.bag_scale_backward": lambda s: (
+        BAG_SCALE_BACKWARD, s.normal(4, 3), s.normal(5, 3), s.index(5, 4, s.size()), 2 if s.flag() else -1
+    ),
+    "autopart.bag_max": lambda s: (BAG_MAX, s.normal(5, s.size()), s.index(5, 4, s.size()), 2 if s.flag() else -1),
+    "autopart.bag_max_backward": lambda s: (BAG_MAX_BACKWARD, s.normal(4, 3), s.index(6, 4, 3) - 1, 5),
     "gather": _gather,
     "scatter.src": _scatter(aten.scatter.src, "src"),
     "scatter.value": _scatter(aten.scatter.value, "value"),

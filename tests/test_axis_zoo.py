@@ -41,6 +41,7 @@ QUICK = {
     ("clip", "tp2"),
     ("resnet", "pp2 dp2 tp2"),
     ("dlrm", "dp2 ep2"),
+    ("dlrm-bags", "pp2 dp2 tp2"),
 }
 ROWS = [
     pytest.param(*row, id="-".join(row), marks=[] if row in QUICK else [pytest.mark.soak])

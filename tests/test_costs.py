@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
+from autopart.bags import BAG_SUM, BAG_SUM_BACKWARD
 from autopart.capture import capture, read
 from autopart.capture.call import Call
 from autopart.cluster import Cluster
@@ -164,6 +165,8 @@ def test_attention_on_cpu_costs_what_torch_counts_for_the_same_shapes_elsewhere(
         (aten.full_like.default, (torch.randn(3, 4), 1.0), 0),
         (aten.embedding.default, (torch.randn(50, 4), torch.tensor([1, 2, 3])), 12),
         (aten.embedding_dense_backward.default, (torch.randn(3, 4), torch.tensor([1, 2, 3]), 50, -1, False), 12),
+        (BAG_SUM, (torch.randn(50, 4), torch.tensor([[1, 2, 3], [4, 5, 6]]), None, -1), 24),
+        (BAG_SUM_BACKWARD, (torch.randn(2, 4), torch.tensor([[1, 2, 3], [4, 5, 6]]), None, 50, -1), 24),
         (aten.native_layer_norm.default, (torch.randn(3, 4), [4], None, None, 1e-5), 12 + 3 + 3),
     ],
     ids=lambda item: str(item) if isinstance(item, torch._ops.OpOverload) else "",

@@ -49,6 +49,12 @@ REGISTER = (
     "or do it outside and pass its result in as an input."
 )
 
+_BAGS = (
+    "A bag ends where the next one's offset says. Give the EmbeddingBag its input as [batch, bag length] without "
+    "offsets, bags filled up with its padding_idx, or have one microbatch, microbatches=1."
+)
+_INSTEAD: Mapping[str, str] = dict.fromkeys(("_embedding_bag", "_embedding_bag_forward_only"), _BAGS)
+
 
 def depend(node: Node, values: Mapping[str, Value], known: Mapping[str, Fact]) -> Dependence:
     """The dependence of a node's results.
@@ -72,7 +78,8 @@ class _Step:
         self.call: Call = bind(node, values)
         found = rule_of(node, self.call)
         if found is None:
-            refuse(node, "has no factor rule, so how its result depends on the batch is unknown", REGISTER)
+            advice = _INSTEAD.get(node.aten, REGISTER)
+            refuse(node, "has no factor rule, so how its result depends on the batch is unknown", advice)
         self.node, self.free = node, free
         self.name = node.aten
         self.rule: Rule = found

@@ -3,7 +3,8 @@
 In this order:
 
 * every random number is a function of seed, call, operation and element, so that it can be drawn piece by piece
-  (`draws`); what a person would not have written is gone (`simplify`);
+  (`draws`); bags of one length are computed each by itself (`bags`); what a person would not have written is gone
+  (`simplify`);
 * a parameter used in several places has one gradient output a use (their sum is its gradient);
 * gradients of inputs are values of their own, and outputs say which ranks get them (`boundary`); new values of buffers
   are made by nodes;
@@ -30,6 +31,7 @@ from autopart.ir.captured import Captured, dead_code_eliminated
 from autopart.ir.graph import Arg, Input, Node, Output, Ref, Share, Size, Value, ancestors, descendants
 from autopart.ir.placement import Partial, Shard
 from autopart.passes.accumulate import trees
+from autopart.passes.bags import with_bags
 from autopart.passes.boundary import check_detached, with_everywhere, with_own_input_gradients
 from autopart.passes.decompose import decompose_means, explicit_squeezes
 from autopart.passes.draws import with_draws
@@ -87,7 +89,8 @@ def _prepared(captured: Captured, outputs: str | None) -> Captured:
     _refuse(captured)
     check_detached(captured)
     captured = with_draws(captured)
-    nodes, alias = simplify(captured.nodes, (item.value for item in captured.inputs))
+    nodes = with_bags(captured.inputs, captured.nodes)
+    nodes, alias = simplify(nodes, (item.value for item in captured.inputs))
     named = tuple(replace(out, name=alias.get(out.name, out.name)) for out in captured.outputs)
     result = tuple(alias.get(item, item) if isinstance(item, str) else item for item in captured.result)
     captured = replace(captured, nodes=nodes, outputs=_gradients_by_use(nodes, named), result=result)

@@ -31,7 +31,8 @@ def flops(node: Node, values: Mapping[str, Value]) -> Expression:
     """The FLOPs of one call, in `batch_symbol()`; `values` holds the tensors that the node reads."""
     if viewed(node) is not None:
         return 0
-    formula = FORMULAS.get(node.op.overloadpacket.__name__) if node.op.namespace == "aten" else None
+    known = {"aten": FORMULAS, "autopart": BAGS}.get(node.op.namespace, {})
+    formula = known.get(node.op.overloadpacket.__name__)
     if formula is not None:
         return formula(bind(node, values))
     if node.op.namespace not in ("aten", "autopart") and (own := rule(node, values)) is not None:
@@ -125,6 +126,11 @@ def _read(call: Call) -> Expression:
     return count(call.operands[0].value.shape)
 
 
+def _looked_up(call: Call) -> Expression:
+    """One operation an element of the rows that bags name."""
+    return count(call.shape("indices")) * count(call.shape("grad" if call.has("grad") else "weight")[1:])
+
+
 def _nothing(call: Call) -> Expression:
     return 0
 
@@ -166,3 +172,6 @@ CONTRACTIONS: Mapping[str, Formula] = {
 
 FORMULAS: Mapping[str, Formula] = {**_each(_CREATIONS, _nothing), **_each(_REDUCTIONS, _read), **CONTRACTIONS}
 """By the operator's name. What is not here counts an operation an element written."""
+
+BAGS: Mapping[str, Formula] = _each("bag_sum bag_sum_backward bag_scale_backward bag_max", _looked_up)
+"""The same for operators of autopart."""

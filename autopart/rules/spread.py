@@ -6,9 +6,11 @@ its place has, and zero elsewhere. So a vocabulary stays split from the embeddin
     log_softmax(x)         x - logsumexp(all_gather(logsumexp(x)))
     embedding(w, i)        rows of this place's part of w; zero for other rows. The places' results add up
     cumsum(x)              cumsum(x) + the sum of all_gather(sum(x)) over the places before (from the end: after)
+    bag_sum(w, i)          the sum of this place's rows in each bag. The places' results add up
     nll_loss(x, t)         the loss of the targets of this place's classes, all others ignored. These add up, too
 
-The functions here write those nodes for one place; attention is in `ring`, a batch norm's samples in `batch_norm`.
+The functions here write those nodes for one place; attention is in `ring`, a batch norm's samples in `batch_norm`,
+bags of rows in `bags`.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import torch
 
 from autopart.collectives import operator
 from autopart.ir.graph import Arg, Value
+from autopart.rules.bags import BAGS
 from autopart.rules.batch_norm import NORMS
 from autopart.rules.factor import Call, Rule, wrap
 from autopart.rules.ring import RINGS
@@ -219,6 +222,7 @@ SPREADS: Mapping[str, Callable[[Call, Rule], Spread | None]] = {
     "embedding_dense_backward": _embedding_backward,
     "nll_loss_forward": _nll(_nll_forward),
     "nll_loss_backward": _nll(_nll_backward),
+    **BAGS,
     **NORMS,
     **RINGS,
 }

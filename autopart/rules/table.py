@@ -9,6 +9,7 @@ from autopart.errors import CaptureError
 from autopart.ir.graph import Node, Value
 from autopart.rules import (
     attention,
+    bags,
     contract,
     conv,
     create,
@@ -34,6 +35,7 @@ FAMILIES: tuple[Mapping[str, Family], ...] = tuple(
     module.RULES
     for module in (
         attention,
+        bags,
         contract,
         conv,
         create,
