@@ -125,6 +125,22 @@ class ByHand(Net):
         return F.cross_entropy(self.head(self.bag(x.flatten(), offsets)), y)
 
 
+class Fields(Net):
+    """Two bags a sample, of one table."""
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        both = self.bag(torch.stack((x, x.flip(1) + 1), 1).flatten(0, 1)).unflatten(0, (-1, 2))
+        return F.cross_entropy(self.head(both.amax(1)), y)
+
+
+class Ragged(Net):
+    """Offsets that the model makes itself, of a last bag that is longer than the others."""
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        offsets = torch.arange(0, x.numel() - BAG, BAG)
+        return F.cross_entropy(self.head(self.bag(x.flatten(), offsets)), y[1:])
+
+
 class OffsetsGiven(Net):
     """Bags of any length, one behind the other."""
 
@@ -198,6 +214,19 @@ SPLIT = [
 ]
 
 
+@pytest.mark.parametrize("route", ["compile", "direct"])
+def test_several_bags_a_sample(route: str) -> None:
+    model = Fields(mode="mean", padding_idx=PADDING).double()
+    args = ids() % (ROWS - 1), batch()[1]
+    assert_parity(model, args, tolerance=1e-9, capture=route, mesh={"pp": 2}, microbatches=3)
+
+
+def test_a_frozen_table() -> None:
+    model = Net(mode="mean").double()
+    model.bag.weight.requires_grad_(False)
+    assert_parity(model, batch(), tolerance=1e-9, capture="direct", mesh={"dp": 2}, microbatches=2)
+
+
 @pytest.mark.parametrize(("name", "dim", "axis"), SPLIT)
 def test_a_table_in_parts(name: str, dim: int, axis: str) -> None:
     """By rows, on three places, or by columns; of maxima, the rows stay together."""
@@ -248,6 +277,11 @@ def test_offsets_that_are_given_are_refused_with_several() -> None:
     assert re.search(r"aten._embedding_bag.default in module 'bag' has no factor rule", text)
     assert "test_bags.py:" in text and "self.bag(x, offsets)" in text
     assert "input as [batch, bag length]" in text and "microbatches=1" in text
+
+
+def test_a_last_bag_that_is_longer_stays_as_it_is() -> None:
+    found = step(Ragged(mode="sum").double())
+    assert found.coupled and any(node.aten == "_embedding_bag" for node in found.nodes)
 
 
 def test_counts_of_equal_rows_take_one_microbatch() -> None:
