@@ -8,7 +8,11 @@ have, in order:
 * ``reduce_scatter(x, axis, dim, outer, pieces)``: a part of a sum -> this place's piece of the sum;
 * ``all_to_all(x, axis, from_dim, from_outer, from_pieces, dim, outer, pieces)``: split one way -> split another way;
 * ``shift(x, axis, hops, dim, outer, pieces)``: one step round the ring of places, each handing what it has to the
-  next: the piece of the place ``hops - 1`` before -> that of the place `hops` before.
+  next: the piece of the place ``hops - 1`` before -> that of the place `hops` before;
+* ``dispatch(x, axis, dim, rows, pieces, ends)``: each place's own `rows` of a dim, group after group -> at each place
+  all rows of its groups, of which each has as many as `pieces` says. `ends` are the ends of all groups in every place's
+  rows, place after place. How many rows a place gets is known when it runs: what is static here takes them to be even;
+* ``combine(x, axis, dim, rows, pieces, ends)``: back again, each row to where it came from.
 
 They have schemas and no kernels: the text of a program calls its world for them (`runtime.values`).
 """
@@ -21,12 +25,15 @@ import torch
 
 _PIECE = "str axis, int dim, SymInt outer, SymInt[] pieces"
 _FROM = "str axis, int from_dim, SymInt from_outer, SymInt[] from_pieces"
+_ROWS = "Tensor x, str axis, int dim, SymInt rows, SymInt[] pieces, Tensor ends"
 SCHEMAS = {
     "all_reduce": "Tensor x, str axis, str how",
     "all_gather": f"Tensor x, {_PIECE}",
     "reduce_scatter": f"Tensor x, {_PIECE}",
     "all_to_all": f"Tensor x, {_FROM}, int dim, SymInt outer, SymInt[] pieces",
     "shift": "Tensor x, str axis, int hops, int dim, SymInt outer, SymInt[] pieces",
+    "dispatch": _ROWS,
+    "combine": _ROWS,
 }
 
 

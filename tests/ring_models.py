@@ -125,9 +125,9 @@ def program(name: str, mesh: tuple[tuple[str, int], ...], cluster: Cluster = NEA
     return lower(segmented, solve(segmented, mesh=dict(mesh), cluster=cluster, **pins))
 
 
-def only_rings(ruled: Ruled, cuts: Iterable[Cut], degree: int) -> tuple[Strategy, ...]:
+def only_rings(ruled: Ruled, cuts: Iterable[Cut], degree: int, **kinds: bool) -> tuple[Strategy, ...]:
     """The strategies of a node; of attention only those in a ring, where there are such."""
-    found = strategies(ruled, cuts, degree)
+    found = strategies(ruled, cuts, degree, **kinds)
     return tuple(strategy for strategy in found if strategy.ring) or found
 
 

@@ -11,7 +11,7 @@ from torch import nn
 import autopart
 from autopart.ir.graph import Node, Ref, Size, Value
 from autopart.ir.placement import Partial, Replicate, Shard
-from autopart.passes.dependence import makes_zero
+from autopart.rules.dependence import makes_zero
 from autopart.rules.factor import bind
 from autopart.rules.flops import flops
 from autopart.rules.own import own_rule

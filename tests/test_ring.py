@@ -25,8 +25,9 @@ from autopart.passes.verify_between import collectives
 from autopart.passes.verify_texts import read as read_text
 from autopart.rules import ring
 from autopart.solver.axis import PICO, Axis
+from autopart.solver.body_layout import BodyLayout
 from autopart.solver.eliminate import solve as least
-from autopart.solver.tensor import BodyLayout, layout_of
+from autopart.solver.tensor import layout_of
 from autopart.testing import assert_parity
 from autopart.testing.parity import compare, train
 from autopart.testing.rules import as_node, values

@@ -63,8 +63,9 @@ class Inside:
 def asked(captured: Captured, batch: int, pins: Pins, inputs: str = "global") -> tuple[Inside, ...]:
     """What the pins ask of each axis inside segments that the mesh has, in the order in which they are placed.
 
-    Samples may be split on an axis of parts of parameters that is the only one, where microbatches are multiples of the
-    degree; where each data rank passes its own samples, that is not known. They are on ``dp``, where it is one of them.
+    Samples may be split on an axis of parts of parameters that is the only one, or on ``ep`` if it is placed last,
+    where microbatches are multiples of the degree; where each data rank passes its own samples, that is not known. They
+    are on ``dp``, where it is one of them.
 
     Raises ValueError or TypeError for placements of tensors that cannot be meant.
     """
@@ -74,19 +75,24 @@ def asked(captured: Captured, batch: int, pins: Pins, inputs: str = "global") ->
     if mesh is None:
         return ()
     cluster = pins.get("cluster") or Cluster.preset("cpu", per_node=mesh.size)
-    sizes, alone = (_samples(batch, mesh, pins),), inputs == "global" and len(axes) == 1
+    sizes = (_samples(batch, mesh, pins),)
     return tuple(
         Inside(
             axis,
             mesh.degree(axis),
             linked(cluster, mesh, axis),
             sizes,
-            axis == "dp" or (alone and axis not in WHOLE),
+            _divides(axis, axes, inputs),
             wanted[axis],
             alike=axis != axes[-1],
         )
         for axis in axes
     )
+
+
+def _divides(axis: str, axes: Sequence[str], inputs: str) -> bool:
+    """Whether the places of one of the `axes` may have some of the samples each."""
+    return axis == "dp" or (inputs == "global" and axis not in WHOLE and (len(axes) == 1 or axis == "ep"))
 
 
 def degrees(segmented: Segmented, batch: int, pins: Pins, inputs: str = "global") -> Degrees:
@@ -112,9 +118,9 @@ def degrees(segmented: Segmented, batch: int, pins: Pins, inputs: str = "global"
             sizes = tuple(sorted({_samples(batch, each, pins) for each in meshes}))
             axes = list(meshes[0].inside.items())
             insides = tuple(
-                Inside(axis, degree, linked(cluster, meshes[0], axis), sizes, alone, (), alike=axis != axes[-1][0])
+                Inside(axis, degree, linked(cluster, meshes[0], axis), sizes, divides, (), alike=axis != axes[-1][0])
                 for axis, degree in axes
-                for alone in (inputs == "global" and len(axes) == 1 and axis not in WHOLE,)
+                for divides in (_divides(axis, [name for name, _ in axes], inputs),)
             )
             made[inner] = cache(partial(_if_any, segmented, insides, pinned_chunks(pins.get("chunks"))))
     return made
@@ -172,7 +178,12 @@ def _orders(asked: Sequence[Inside]) -> tuple[tuple[Inside, ...], ...]:
     last = [each for each in asked if each.axis == "dp"]
     first = [each for each in asked if each.axis != "dp"]
     orders = [[*first, *last], [*reversed(first), *last]] if len(first) > 1 else [[*first, *last]]
-    return tuple(tuple(replace(each, alike=each is not order[-1]) for each in order) for order in orders)
+    return tuple(tuple(_in_place(each, each is order[-1]) for each in order) for order in orders)
+
+
+def _in_place(each: Inside, last: bool) -> Inside:
+    """An axis in its order: samples are split on the last alone, and on the data axis, which is last."""
+    return replace(each, alike=not last, divides=each.divides and last)
 
 
 def _in_order(segmented: Segmented, asked: Sequence[Inside]) -> Iterator[TensorPlan]:
@@ -182,11 +193,16 @@ def _in_order(segmented: Segmented, asked: Sequence[Inside]) -> Iterator[TensorP
     axes = [first.on(n, divides=True) for n in first.sizes if first.divides and n % first.degree == 0]
     if first.axis != "dp":
         axes += [first.on(n) for n in first.sizes if n > 1]
-    found = [(axis, 0, place(segmented, axis, pins)) for axis in axes]
-    if first.axis != "dp":
-        found += [(first.on(1), size, each) for size, each in enumerate(front(segmented, first.on(1), pins))]
-    for axis, size, each in found:
-        yield nested(segmented, axis, each, rest, size)
+    alone = [first.on(1)] if first.axis != "dp" else []
+    refused: list[ValueError] = []
+    for axis in (*axes, *alone):
+        try:
+            ways = front(segmented, axis, pins) if axis in alone else (place(segmented, axis, pins),)
+            yield from [nested(segmented, axis, each, rest, size) for size, each in enumerate(ways)]
+        except ValueError as error:  # a pin that another way may keep: experts are dealt out where samples are split
+            refused.append(error)
+    if len(refused) == len(axes) + len(alone):
+        raise refused[0]
 
 
 def _costed(segmented: Segmented, found: Sequence[TensorPlan], chunks: Chunks) -> Iterator[Costed]:
@@ -211,11 +227,9 @@ def nested(segmented: Segmented, axis: Axis, found: Placed, rest: Sequence[Insid
     plans = [_planned(steps[0], axis, found)]
     for inside in rest:
         steps = _cut(steps, _step(steps[0], found, axis), alike=True)
-        axis = (
-            inside.on(inside.sizes[0], divides=True, outer=outer)
-            if inside.divides
-            else inside.on(axis.batch, outer=outer)
-        )
+        samples = inside.sizes[0] if inside.axis == "dp" else axis.batch
+        divides = inside.divides and (inside.axis == "dp" or samples % inside.degree == 0)
+        axis = inside.on(samples, divides=divides, outer=outer)
         first, pins, others = steps[0], dict(inside.pins), steps[1:]
         ways = front(first, axis, pins, others=others) if size else (place(first, axis, pins, others=others),)
         found = ways[min(size, len(ways) - 1)]

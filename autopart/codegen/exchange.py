@@ -13,7 +13,7 @@ from autopart.codegen.parsed import executing
 from autopart.collectives import collective_name, is_collective
 from autopart.ir.graph import Node, Ref, Size, map_arg
 from autopart.ir.segmented import Function
-from autopart.ir.traffic import wire
+from autopart.ir.traffic import counted, wire
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +21,8 @@ class Exchange:
     """One collective that a body calls: its name and axis, the shape and dtype of the whole, and its other arguments.
 
     `what` is how it reduces, or how the dim is cut: dim, outer and pieces, of all-to-all twice, of a shift after the
-    hops. `value` is the local name of what a place brings; `line` counts from the body's first line.
+    hops; of rows to their groups and back dim, rows and pieces. `value` is the local name of what a place brings;
+    `line` counts from the body's first line.
     """
 
     kind: str
@@ -42,6 +43,11 @@ class Exchange:
         return all(len(set(each)) == 1 for each in self.what if isinstance(each, tuple))
 
     @property
+    def counted(self) -> str:
+        """The kind as which its bytes are counted."""
+        return counted(self.kind)
+
+    @property
     def payload(self) -> int:
         """The bytes that are counted (`ir.traffic.wire`)."""
         return wire(self.kind, self.shape, self.dtype.itemsize, self.what)
@@ -59,11 +65,14 @@ def exchange_of(node: Node, batch: int) -> Exchange:
     def number(arg: Any) -> Any:
         return int(arg.at(batch)) if isinstance(arg, Size) else arg
 
-    what = tuple(map_arg(tuple(rest), number))
+    what = tuple(map_arg(tuple(arg for arg in rest if not isinstance(arg, Ref)), number))
     shape, kind = out.at(batch), collective_name(node.op)
     if kind in ("reduce_scatter", "all_to_all", "shift"):
         dim, outer, pieces = what[-3:]
         shape = (*shape[:dim], outer * sum(pieces), *shape[dim + 1 :])
+    if kind in ("dispatch", "combine"):
+        dim, rows, pieces = what
+        shape = (*shape[:dim], rows * len(pieces), *shape[dim + 1 :])
     return Exchange(kind, axis, shape, out.dtype, what, x.name)
 
 
@@ -142,6 +151,31 @@ class ExchangeWorld:
         shape = self._whole(x, axis, dim, outer, pieces, before=hops - 1)
         self._note("shift", axis, x, shape, (hops, dim, outer, tuple(pieces)))
         return x.new_empty(self._piece(shape, axis, dim, outer, pieces, before=hops))
+
+    def dispatch_values(
+        self, x: torch.Tensor, *, axis: str, dim: int, rows: int, pieces: Sequence[int], ends: torch.Tensor
+    ) -> torch.Tensor:
+        """As many rows of this place's groups as there are if all have as many."""
+        return self._rows("dispatch", x, axis, dim, rows, pieces, ends)
+
+    def combine_values(
+        self, x: torch.Tensor, *, axis: str, dim: int, rows: int, pieces: Sequence[int], ends: torch.Tensor
+    ) -> torch.Tensor:
+        """This place's own rows."""
+        return self._rows("combine", x, axis, dim, rows, pieces, ends)
+
+    def _rows(
+        self, kind: str, x: torch.Tensor, axis: str, dim: int, rows: int, pieces: Sequence[int], ends: torch.Tensor
+    ) -> torch.Tensor:
+        shape = tuple(x.shape)
+        if not 0 <= dim < len(shape) or shape[dim] != rows:
+            raise TypeError(f"{list(shape)} has no {rows} rows along dim {dim}")
+        if ends.shape != (len(pieces) * sum(pieces),) or ends.dtype.is_floating_point:
+            raise TypeError(f"{list(ends.shape)} are not the ends of {sum(pieces)} groups at {len(pieces)} places")
+        self.lend(ends)
+        whole = (*shape[:dim], rows * len(pieces), *shape[dim + 1 :])
+        self._note(kind, axis, x, whole, (dim, rows, tuple(pieces)))
+        return x.new_empty(shape)
 
     def _place(self, axis: str) -> int:
         if axis not in self.places:

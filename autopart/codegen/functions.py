@@ -151,6 +151,8 @@ def _exchange(node: Node, batch: str) -> list[str]:
         "reduce_scatter": f"Partial(sum) -> Shard({given.get('dim')})",
         "all_to_all": f"Shard({given.get('from_dim')}) -> Shard({given.get('dim')})",
         "shift": f"Shard({given.get('dim')}) -> that of the place {given.get('hops')} before,",
+        "dispatch": "the rows of this place -> those of its groups",
+        "combine": "the rows of its groups -> those of this place",
     }[name]
     return [f"# {x.name}: {told} on {axis}", *call(f"{out.name} = world.{name}_values", args, "")]
 

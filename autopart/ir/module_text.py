@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from autopart.ir.placed import Strategy, collective_of
+from autopart.ir.placed import Move, Strategy, collective_of
 from autopart.ir.plan_text import format_seconds
 from autopart.ir.tensor_plan import Costs, FunctionChoice, TensorPlan
 
@@ -44,13 +44,18 @@ def _parameters(tensor: TensorPlan, module: str) -> Iterator[str]:
 def _passing(part: FunctionChoice) -> str:
     """What comes in, goes out and is exchanged; what operators exchange among themselves is counted with them."""
     taken, given = (", ".join(dict.fromkeys(map(str, places))) for places in (part.inputs[:1], part.outputs[:1]))
-    kinds = Counter(collective_of(move.source, move.target) for move in part.moves)
+    kinds = Counter(_kind(move) for move in part.moves)
     sent = [f"{count} {kind}" for kind, count in kinds.items() if kind not in (None, "slice", "first")]
     rings = [strategy for strategy in part.strategies if strategy.ring]
     sent += [_ring(strategy) for strategy in rings]
     together = sum(strategy.spread for strategy in part.strategies) - len(rings)
     sent += [f"what {together} operator{'s' * (together > 1)} need to run together"] if together else []
     return f"from {taken or 'nothing'} to {given or 'nothing'}, {', '.join(sent) or 'nothing'} exchanged"
+
+
+def _kind(move: Move) -> str | None:
+    kind = collective_of(move.source, move.target)
+    return "all_gather" if kind == "ends" else kind
 
 
 def _ring(strategy: Strategy) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from autopart.ir.graph import Dim
-from autopart.ir.placement import Partial, Replicate, Shard, TensorPlacement
+from autopart.ir.placement import Dispatched, Own, Partial, Replicate, Shard, TensorPlacement
 from autopart.ir.segmented import Body, Function
 
 
@@ -52,7 +52,10 @@ class Move:
 
 
 def collective_of(source: TensorPlacement, target: TensorPlacement) -> str | None:
-    """The collective that makes one placement into another; ``slice`` and ``first`` are local; None: there is none."""
+    """The collective that makes one placement into another; None: there is none.
+
+    ``slice`` and ``first`` are local; ``ends`` is an all-gather of what places have of the ends of groups.
+    """
     match source, target:
         case Partial(), Replicate():
             return "all_reduce"
@@ -66,6 +69,10 @@ def collective_of(source: TensorPlacement, target: TensorPlacement) -> str | Non
             return "slice"
         case Replicate(), Partial():
             return "first"
+        case Own(dim), Dispatched() if dim == target.dim:
+            return "ends" if dim is None else "dispatch"
+        case Dispatched(), Own(dim) if dim == source.dim and dim is not None:
+            return "combine"
     return None
 
 

@@ -354,6 +354,34 @@ class Partial:
 
 
 @dataclass(frozen=True, slots=True)
+class Own:
+    """What each place makes of rows that it has sorted by itself, those of its own samples (`rules.dispatch`).
+
+    `dim` has the rows. Without one it is what counts them: where each group of the place's own rows ends.
+    """
+
+    dim: int | None = None
+
+    def __str__(self) -> str:
+        return f"Own({'' if self.dim is None else self.dim})"
+
+
+@dataclass(frozen=True, slots=True)
+class Dispatched:
+    """Rows at the places that have their groups, in the order of these: as many as there are when the program runs.
+
+    `dim` has the rows; `ends` is the value that says where the groups end. Without a dim it is that value, of the rows
+    and the groups that a place has.
+    """
+
+    ends: str
+    dim: int | None = None
+
+    def __str__(self) -> str:
+        return f"Dispatched({'' if self.dim is None else f'{self.dim}, '}by {self.ends})"
+
+
+@dataclass(frozen=True, slots=True)
 class PerSlice:
     """A value that each slice of the batch has its own of, and that nothing joins: a statistic of its samples."""
 
@@ -365,5 +393,5 @@ def _text(size: Dim) -> str:
     return size.text("b") if isinstance(size, Size) else str(size)
 
 
-TensorPlacement = Replicate | Shard | Partial | PerSlice
+TensorPlacement = Replicate | Shard | Partial | PerSlice | Own | Dispatched
 """How one value is placed on one axis; the same words say how it depends on the microbatch."""

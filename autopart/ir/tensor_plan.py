@@ -9,7 +9,7 @@ from math import prod
 
 from autopart.cluster import Cluster
 from autopart.ir.placed import Move, PlacedBody, PlacedFunction, PlacedStep, Strategy
-from autopart.ir.placement import TensorPlacement
+from autopart.ir.placement import Dispatched, TensorPlacement
 from autopart.ir.segmented import Body, Function, Segmented
 
 
@@ -111,6 +111,12 @@ class TensorPlan:
         if any(number not in range(len(self.choices)) for number in self.segments):
             raise ValueError(f"plan: the segments have the choices {self.segments}; there are {len(self.choices)}")
 
+        if self.inner is not None and any(map(_dispatches, self.choices)):
+            raise ValueError(
+                f"plan: rows are sent to their groups on {self.axis!r}; how many a place then has is not known to "
+                f"{self.inner.axis!r}, which is placed after it"
+            )
+
     @property
     def axes(self) -> tuple[TensorPlan, ...]:
         """What is decided on each axis, in the order in which they are placed: this one and those inside it."""
@@ -177,6 +183,12 @@ class TensorPlan:
                 made[key] = choice.on(segmented.bodies[segment.body], self.axis, self.degree)
             bodies.append(made[key])
         return PlacedStep(self.axis, self.degree, tuple(bodies), self.between, self.parameters)
+
+
+def _dispatches(choice: BodyChoice) -> bool:
+    """Whether rows are sent to the places of their groups somewhere."""
+    functions = [each for each in (choice.forward, choice.backward) if each is not None]
+    return any(isinstance(move.target, Dispatched) for each in functions for move in each.moves)
 
 
 def digest(body: Body) -> str:

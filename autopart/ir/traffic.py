@@ -17,6 +17,11 @@ KNOWN = (*COLLECTIVES, "all_to_all", "shift")
 """Those that the runtime performs, and counts."""
 
 
+def counted(kind: str) -> str:
+    """What a collective on values is counted as: rows to their groups and back are all-to-alls."""
+    return "all_to_all" if kind in ("dispatch", "combine") else kind
+
+
 Split = tuple[int, int, tuple[int, ...]]
 """How a tensor is split: the dim, its runs of equal length, and the length of each place's part of a run, in order."""
 
@@ -27,7 +32,7 @@ def wire(collective: str, shape: Sequence[int], itemsize: int, what: Sequence[An
     `what` are its arguments as `autopart.collectives` has them after the axis.
     """
     elements = prod(shape)
-    if collective == "all_reduce" or not elements:
+    if collective in ("all_reduce", "dispatch", "combine") or not elements:
         return elements * itemsize
     dim, outer, pieces = int(what[-3]), int(what[-2]), tuple(map(int, what[-1]))
     if collective != "all_to_all":

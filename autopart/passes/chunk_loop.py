@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from autopart.collectives import is_collective
 from autopart.errors import CaptureError
 from autopart.ir.graph import Node, Ref, Size, Value
-from autopart.passes.dependence import is_random, refuse
 from autopart.passes.tokens import Loop, Tokens, loop_of, tokens_of
+from autopart.rules.dependence import is_random, refuse
 from autopart.rules.factor import Rule, slots
 from autopart.rules.table import rule
 

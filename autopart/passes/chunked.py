@@ -23,12 +23,12 @@ from autopart.ir.loop import Along, Loop, Sized
 from autopart.ir.names import fresh
 from autopart.ir.segmented import Body, Function, Segmented, defined
 from autopart.passes.chunk_loop import ADVICE, Found, first_loop, loop, only_for
-from autopart.passes.dependence import refuse
 from autopart.passes.output_layer import begins
 from autopart.passes.recompute import Kept, recompute
 from autopart.passes.segment import around
 from autopart.passes.tokens import Loop as Over
 from autopart.passes.tokens import Tokens, rest_of
+from autopart.rules.dependence import refuse
 from autopart.rules.factor import slots
 from autopart.rules.split import product
 from autopart.rules.table import rule

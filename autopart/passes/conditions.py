@@ -32,10 +32,10 @@ from autopart.ir.plan import first_match
 from autopart.ir.segmented import Segment
 from autopart.ir.sharded import Sharded
 from autopart.ir.staged import Staged
-from autopart.passes.dependence import NeededWhole
 from autopart.passes.judge import takes_sizes
 from autopart.passes.segment import segment
 from autopart.passes.shard import AXIS, shard
+from autopart.rules.dependence import NeededWhole
 
 Rules = tuple[tuple[str, Placement], ...]
 """(pattern, placement) as in a plan: the first match holds, the last pattern is '*'."""

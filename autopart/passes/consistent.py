@@ -12,28 +12,30 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from autopart.ir.graph import Value
 from autopart.ir.placed import PlacedBody, PlacedFunction, PlacedStep, collective_of, of_gradient
-from autopart.ir.placement import Partial, Replicate, Shard, TensorPlacement
+from autopart.ir.placement import Dispatched, Own, Partial, Replicate, Shard, TensorPlacement
 from autopart.ir.segmented import Segment, Segmented, defined
+from autopart.rules.dispatch import Ways, ways_by_rows
 from autopart.rules.split import fits
 from autopart.rules.strategies import Ruled, allowed
 
 
 def faults(placed: PlacedBody, segment: Segment) -> tuple[str, ...]:
     """What is wrong, a sentence each; nothing for a body whose places together compute what one device does."""
-    found = [f"forward: {fault}" for fault in _function(placed.forward, placed.degree, placed.wanted())]
+    first, second = ways_by_rows(placed.body, placed.degree)
+    found = [f"forward: {fault}" for fault in _function(placed.forward, placed.degree, placed.wanted(), first)]
     if placed.backward is not None:
-        found += [f"backward: {fault}" for fault in _function(placed.backward, placed.degree, {})]
+        found += [f"backward: {fault}" for fault in _function(placed.backward, placed.degree, {}, second)]
         found += _kept(placed, segment)
         found += _gradients(placed, segment)
     return tuple(found)
 
 
-def _function(part: PlacedFunction, degree: int, kept: dict[str, TensorPlacement]) -> Iterator[str]:
+def _function(part: PlacedFunction, degree: int, kept: dict[str, TensorPlacement], by_rows: Ways) -> Iterator[str]:
     values = defined(part.function)
     given = {v.name: how for v, how in zip(part.function.inputs, part.inputs, strict=True)}
     needed: list[tuple[str, TensorPlacement]] = []
-    for node, strategy in zip(part.function.nodes, part.strategies, strict=True):
-        ruled = Ruled.of(node, values)
+    for node, strategy, ways in zip(part.function.nodes, part.strategies, by_rows, strict=True):
+        ruled = Ruled.of(node, values, ways)
         slots = [operand.slot for operand in ruled.call.operands]
         if [slot for slot, _ in strategy.needs] != slots or len(strategy.gives) != len(node.outs):
             yield f"{node.opname} -> {', '.join(node.names())} has other operands or results than {strategy}"
@@ -69,6 +71,8 @@ def _move(
     if collective_of(source, target) is None:
         yield f"{name} is {source}: nothing makes it {target}"
     for how in (source, target):
+        if isinstance(how, Dispatched) and Own() not in there.get(how.ends, ()):
+            yield f"{name} cannot be {how}: {how.ends} is not there for each place's own rows"
         if isinstance(how, Shard) and not fits(values[name], how, degree):
             yield f"{name} cannot be {how}"
     held.add(target)

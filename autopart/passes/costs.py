@@ -127,7 +127,7 @@ def _exchange(function: Function, samples: int, exchanged: Exchanged | None) -> 
     sizes = [sum(isinstance(n, Size) for n in out.shape) for node in function.nodes for out in node.outs if out]
     step = samples * lcm(*(loop.count for loop in function.loops))  # of which there are as many chunks as can be
     at = [step * (i + 1) for i in range(max([1, *sizes]) + 1)]
-    taken = [sum(exchanged(e.axis, e.kind, e.payload) for e in exchanges(function, n)) for n in at]
+    taken = [sum(exchanged(e.axis, e.counted, e.payload) for e in exchanges(function, n)) for n in at]
     return sympy.interpolate(list(zip(at, taken, strict=True)), batch_symbol())
 
 

@@ -21,7 +21,7 @@ from autopart.errors import CaptureError
 from autopart.ir.captured import Captured, unnamed
 from autopart.ir.graph import Input, Node, Ref, Value
 from autopart.ir.names import fresh, identifier
-from autopart.passes.dependence import batch_dims
+from autopart.rules.dependence import batch_dims
 
 WORDS = 6
 """The numbers of a draw's state (`autopart.draws.Draws.of`)."""

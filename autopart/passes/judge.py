@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from autopart.errors import CaptureError
 from autopart.ir.graph import Arg, Dim, Form, Input, Node, Output, Size
 from autopart.ir.placement import Partial, Replicate, Shard, TensorPlacement
-from autopart.passes.dependence import (
+from autopart.rules.dependence import (
     ADVICE,
     NUMBERS,
     NeededWhole,
@@ -21,7 +21,7 @@ from autopart.passes.dependence import (
     depend,
     refuse,
 )
-from autopart.passes.fact import Fact
+from autopart.rules.fact import Fact
 from autopart.rules.factor import ArgPath, slots
 
 

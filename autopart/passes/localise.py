@@ -21,7 +21,7 @@ from autopart.collectives import operator
 from autopart.ir.graph import Arg, Dim, Node, Ref, Value
 from autopart.ir.names import fresh
 from autopart.ir.placed import Move, PlacedBody, PlacedFunction, Strategy, collective_of
-from autopart.ir.placement import Shard, TensorPlacement
+from autopart.ir.placement import Dispatched, Own, Shard, TensorPlacement
 from autopart.ir.segmented import Body, Function, defined
 from autopart.rules.drawn import is_draw, located
 from autopart.rules.factor import plus, slots, with_argument
@@ -33,7 +33,10 @@ aten = torch.ops.aten
 
 DENSE: tuple[tuple[str, Arg], ...] = (("memory_format", torch.contiguous_format),)
 
-WISHES = {"all_reduce": "sum", "reduce_scatter": "sum", "all_gather": "all", "all_to_all": "swapped"}
+WISHES = {
+    "all_reduce": "sum", "reduce_scatter": "sum", "all_gather": "all", "all_to_all": "swapped",
+    "dispatch": "dispatched", "combine": "combined",
+}  # fmt: skip
 """What a collective's result is called, after the value's name."""
 
 
@@ -77,6 +80,7 @@ class _Local:
         self.nodes: list[Node] = []
         self.have: dict[tuple[str, TensorPlacement], Value] = {}
         self.given: dict[str, TensorPlacement] = {}
+        self.gathered: dict[str, Value] = {}
         self.origin = {(move.value, move.target): move.source for move in part.moves}
         inputs = []
         for value, how in zip(part.function.inputs, part.inputs, strict=True):
@@ -175,6 +179,10 @@ class _Local:
             return self._slice(x, *splits[0], move)
         if kind == "first":
             return self._first(x, move)
+        if kind == "ends":
+            return self._ends(x, move)
+        if kind in ("dispatch", "combine"):
+            return self._exchanged(x, kind, move)
         if kind is None:
             raise AssertionError(f"{move.value}: nothing moves {move.source} to {move.target}")
         args: Iterable[Any] = (arg for each in splits for arg in each) if splits else ("sum",)
@@ -187,6 +195,49 @@ class _Local:
         own = replace(x, name=self._fresh(f"{move.value}_own"), dtype=torch.bool)
         self._put(aten.full_like.default, (Ref(x.name), self.place == 0), (("dtype", torch.bool),), own)
         return self._call(aten.where.ScalarOther, own, Ref(x.name), 0, move=move, wish="first")
+
+    # ---- rows and their groups (`rules.dispatch`) --------------------------------------------------------------------
+
+    def _exchanged(self, x: Value, kind: str, move: Move) -> Value:
+        """Rows at the places of their groups, or back where they came from."""
+        how = move.target if isinstance(move.target, Dispatched) else move.source
+        assert isinstance(how, Dispatched) and how.dim is not None  # one of both is
+        rows = self._local(self.values[move.value], Own(how.dim), "").shape[how.dim]
+        every = Ref(self._every(how.ends).name)
+        args = (how.dim, rows, self._groups(how.ends), every)
+        return self._call(operator(kind), x, self.axis, *args, move=move, wish=WISHES[kind])
+
+    def _every(self, ends: str) -> Value:
+        """Where the groups end in the rows of every place, place after place."""
+        if ends not in self.gathered:
+            own = self.read(ends, Own())
+            groups = own.shape[0]
+            every = replace(own, name=self._fresh(f"{ends}_all"), shape=(product((groups, self.degree)),))
+            args = (Ref(own.name), self.axis, 0, 1, (groups,) * self.degree)
+            self._put(operator("all_gather"), args, (), every)
+            self.gathered[ends] = every
+        return self.gathered[ends]
+
+    def _ends(self, own: Value, move: Move) -> Value:
+        """Where this place's groups end in the rows of all places that are in them."""
+        every, pieces, groups = self._every(move.value), self._groups(move.value), own.shape[0]
+        before = plus(pieces[: self.place])
+        total = replace(own, name=self._fresh(f"{move.value}_total"))
+        each = replace(every, name=self._fresh(f"{move.value}_each"), shape=(self.degree, groups))
+        self._put(aten.view.default, (Ref(every.name), each.shape), (), each)
+        self._put(aten.sum.dim_IntList, (Ref(each.name), (0,)), (("dtype", own.dtype),), total)
+        here = self._call(
+            aten.slice.Tensor, total, 0, before, plus((before, pieces[self.place])), move=move, wish="here"
+        )
+        if before == 0:
+            return here
+        last = replace(own, name=self._fresh(f"{move.value}_before"), shape=(1,))
+        self._put(aten.slice.Tensor, (Ref(total.name), 0, plus((before, -1)), before), (), last)
+        return self._call(aten.sub.Tensor, here, Ref(last.name), move=move, wish="own")
+
+    def _groups(self, ends: str) -> tuple[Dim, ...]:
+        """How many groups each place has."""
+        return self._split(self.values[ends], Shard(0))[2]
 
     def _split(self, whole: Value, how: Shard) -> tuple[int, Dim, tuple[Dim, ...]]:
         """The arguments by which a collective knows a split: dim, what is outside, the places' lengths."""

@@ -129,7 +129,7 @@ def _inside(staged: Staged, row: Sequence[Action], sizes: Sequence[int], mesh: M
     for (stage, kind, samples), times in done.items():
         for _, phase in staged.phases(stage, kind):
             for each in exchanges(phase.function, samples):
-                yield each.kind, each.payload, mesh.degree(each.axis), times
+                yield each.counted, each.payload, mesh.degree(each.axis), times
 
 
 def _added(send: int, calls: Sequence[tuple[str, int, int, int]]) -> Sent:

@@ -20,9 +20,9 @@ from autopart.ir.graph import Share
 from autopart.ir.placement import Partial, PerSlice, TensorPlacement
 from autopart.ir.segmented import Function, Segment, Segmented
 from autopart.ir.sharded import Sharded
-from autopart.passes.dependence import depend
-from autopart.passes.fact import Fact
 from autopart.passes.slices import given, in_slice
+from autopart.rules.dependence import depend
+from autopart.rules.fact import Fact
 from autopart.rules.factor import argument
 
 AXIS = "dp"

@@ -17,9 +17,9 @@ from autopart.errors import CaptureError
 from autopart.ir.captured import Captured
 from autopart.ir.graph import Arg, Input, Node, Share, Size, Value
 from autopart.ir.placement import Partial, PerSlice, Replicate, Shard
-from autopart.passes.dependence import NeededWhole, batch_dims, depend, is_random
-from autopart.passes.fact import Fact
 from autopart.passes.judge import takes_sizes
+from autopart.rules.dependence import NeededWhole, batch_dims, depend, is_random
+from autopart.rules.fact import Fact
 from autopart.rules.factor import bind, slots
 
 UNKNOWN = 0

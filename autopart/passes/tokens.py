@@ -20,8 +20,8 @@ from typing import NoReturn
 from autopart.errors import CaptureError
 from autopart.ir.captured import Captured
 from autopart.ir.graph import Dim, Input, Node, Share, Value
-from autopart.passes.dependence import refuse
 from autopart.passes.masks import hides_later
+from autopart.rules.dependence import refuse
 from autopart.rules.factor import Call, Dims, Factor, Rule, bind, ratio
 from autopart.rules.split import loop_at, product
 from autopart.rules.table import rule_of

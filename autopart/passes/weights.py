@@ -23,10 +23,10 @@ from dataclasses import replace
 from autopart.errors import CaptureError
 from autopart.ir.graph import Input, Node, Output, Ref, Value
 from autopart.ir.placement import Partial, PerSlice, Replicate, Shard
-from autopart.passes.dependence import batch_dims
-from autopart.passes.fact import Fact
 from autopart.passes.judge import Judgement, Site, takes_sizes
 from autopart.passes.slices import Drawn, given, in_slice
+from autopart.rules.dependence import batch_dims
+from autopart.rules.fact import Fact
 from autopart.rules.factor import slots
 from autopart.rules.table import rule
 

@@ -6,6 +6,7 @@ A count along a dim is blocked.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from autopart.ir.graph import Dim
 from autopart.rules.factor import Call, Draft, Family, Product, Rule, each, times
@@ -44,13 +45,21 @@ def _counted(call: Call) -> Rule:
     return draft.rule(call, operands, [dims], shape_only=tuple(operands))
 
 
+def _range(call: Call) -> Rule:
+    """Numbers counted from 0, of which a piece of so many may be counted alone: each place's, of its own rows."""
+    rule = _counted(call)
+    counts = call.args.get("start", 0) == 0 and call.args.get("step", 1) == 1
+    return replace(rule, sizes=(("end", (0,)),)) if counts and rule.factors else rule
+
+
 def _scalar(call: Call) -> Rule:
     return Draft().rule(call, {}, [()], linear=["s"])
 
 
 RULES: Mapping[str, Family] = {
     **each("full zeros ones empty rand randn new_full new_zeros new_ones new_empty", _filled),
-    **each("arange linspace eye randperm", _counted),
+    "arange": _range,
+    **each("linspace eye randperm", _counted),
     **each("empty_strided new_empty_strided", _strided),
     "scalar_tensor": _scalar,
 }

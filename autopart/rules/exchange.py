@@ -1,7 +1,8 @@
 """Collectives of one mesh axis as operators like any other, for the axes that are placed after it.
 
 They pass every dim through but those that they cut or join. Such a dim is ``outer x split x rest``: where all places
-have equally much, it is the loops ``outer x places x piece``, of which that of the places can be split no further.
+have equally much, it is the loops ``outer x places x piece``, of which that of the places can be split no further. Else
+only the runs, `outer`, can.
 
     all_gather       [outer x piece]          -> [outer x places x piece]
     reduce_scatter   [outer x places x piece] -> [outer x piece]
@@ -13,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from autopart.ir.graph import Dim
-from autopart.rules.factor import Call, Draft, Family, Product, Rule
+from autopart.rules.factor import Call, Draft, Family, Product, Rule, ratio
 
 
 def _all_reduce(call: Call) -> Rule:
@@ -36,8 +37,14 @@ def _moved(joins: Sequence[str], cuts: Sequence[str]) -> Family:
             prefix = prefixes.get(i)
             if prefix is None:
                 pair = (draft.new(size),) * 2
-            elif again or len(set(call.args[f"{prefix}pieces"])) > 1:
+            elif again:
                 pair = draft.new(size, blocked=True), draft.new(new, blocked=True)
+            elif len(set(call.args[f"{prefix}pieces"])) > 1:
+                outer = call.args[f"{prefix}outer"]
+                runs, (one, other) = draft.new(outer), (ratio(length, outer) for length in (size, new))
+                assert one is not None and other is not None  # a run of each is what is cut or joined
+                pair = runs + draft.new(one, blocked=True), runs + draft.new(other, blocked=True)
+                sizes |= {f"{prefix}outer": runs}
             else:
                 own, whole, named = _loops(call, prefix, draft)
                 pair = (own, whole) if prefix in joins else (whole, own)

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from autopart.ir.graph import Dim, Size, Value
 from autopart.ir.mesh import pieces
 from autopart.ir.placed import Cut
-from autopart.ir.placement import Shard, TensorPlacement
+from autopart.ir.placement import Dispatched, Own, Shard, TensorPlacement
 from autopart.rules.factor import Dims, Factor, Product, ratio, samples_over, times
 
 
@@ -134,15 +134,27 @@ def local_size(size: Dim, outer: Dim, unit: Dim, degree: int, place: int) -> Dim
 
 def local_shape(shape: Sequence[Dim], how: TensorPlacement, degree: int, place: int) -> tuple[Dim, ...]:
     """The shape that a value of `shape` has at a place of the axis."""
-    if not isinstance(how, Shard):
+    split = as_shard(how)
+    if split is None:
         return tuple(shape)
-    own = local_size(shape[how.dim], how.outer, how.unit, degree, place)
-    return tuple(own if i == how.dim else size for i, size in enumerate(shape))
+    own = local_size(shape[split.dim], split.outer, split.unit, degree, place)
+    return tuple(own if i == split.dim else size for i, size in enumerate(shape))
+
+
+def as_shard(how: TensorPlacement | None) -> Shard | None:
+    """The split that leaves as much of a value at each place as `how` does: of rows that are dispatched, if evenly."""
+    match how:
+        case Own(int(dim)) | Dispatched(_, int(dim)):
+            return Shard(dim)
+        case Dispatched():
+            return Shard(0)
+    return how if isinstance(how, Shard) else None
 
 
 def share(shape: Sequence[Dim], how: TensorPlacement | None, degree: int) -> float:
     """The part of the elements of a value that the fullest place has."""
-    return part(shape[how.dim], how.outer, how.unit, degree) if isinstance(how, Shard) else 1.0
+    split = as_shard(how)
+    return 1.0 if split is None else part(shape[split.dim], split.outer, split.unit, degree)
 
 
 def part(size: Dim, outer: Dim, unit: Dim, degree: int) -> float:

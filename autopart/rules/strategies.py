@@ -28,19 +28,23 @@ from autopart.rules.writer import Spread
 
 @dataclass(frozen=True, slots=True)
 class Ruled:
-    """A node with its call, its rule, and how its blocked loops may be split after all; no rule: it runs whole."""
+    """A node with its call, its rule, and how its blocked loops may be split after all; no rule: it runs whole.
+
+    `by_rows` are its ways to run on rows that each place has sorted by itself (`rules.dispatch`).
+    """
 
     node: Node
     call: Call
     rule: Rule | None
     spread: Spread | None
+    by_rows: tuple[Strategy, ...] = ()
 
     @classmethod
-    def of(cls, node: Node, values: Mapping[str, Value]) -> Ruled:
+    def of(cls, node: Node, values: Mapping[str, Value], by_rows: tuple[Strategy, ...] = ()) -> Ruled:
         """The node, with `values` giving the tensors that it reads."""
         call = bind(node, values)
         rule = rule_of(node, call)
-        return cls(node, call, rule, None if rule is None else spread(call, rule))
+        return cls(node, call, rule, None if rule is None else spread(call, rule), by_rows)
 
     def cuts(self, degree: int, turns: Collection[int] = ()) -> frozenset[Cut]:
         """The loops that can be split as they are, without looking at how a neighbour splits them.
@@ -81,6 +85,15 @@ class Ruled:
             return (cut,)
         return cut, Cut(self.spread.factor, cut.outer, cut.unit)
 
+    def places(self, strategy: Strategy) -> Iterator[tuple[str, TensorPlacement]]:
+        """What is placed by a strategy: the names of operands and results, and how these are."""
+        for operand, (_, how) in zip(self.call.operands, strategy.needs, strict=True):
+            if how is not None:
+                yield operand.value.name, how
+        for out, given in zip(self.node.outs, strategy.gives, strict=True):
+            if out is not None and given is not None:
+                yield out.name, given
+
     def operands(self) -> list[tuple[str, Dims]]:
         """The loops of every tensor operand, by slot."""
         assert self.rule is not None  # loops are its factors
@@ -88,18 +101,21 @@ class Ruled:
         return [(operand.slot, dims[operand.slot]) for operand in self.call.operands]
 
 
-def strategies(ruled: Ruled, cuts: Iterable[Cut], degree: int) -> tuple[Strategy, ...]:
-    """Every legal strategy of a node on an axis of `degree` places: whole, each of `cuts`, each linear set."""
+def strategies(ruled: Ruled, cuts: Iterable[Cut], degree: int, *, rows: bool = True) -> tuple[Strategy, ...]:
+    """Every legal strategy of a node on an axis of `degree` places: whole, `cuts`, linear sets, by `rows`."""
     if ruled.rule is None:
         return (_whole(ruled),)
     found = [made for cut in cuts if (made := split(ruled, cut, degree)) is not None]
     sums = [_pending(ruled, together) for together in ruled.rule.linear if _summable(ruled, together)]
-    return tuple(dict.fromkeys((_whole(ruled), *found, *(made for made in sums if not _adds_flags(ruled, made)))))
+    sums = [made for made in sums if not _adds_flags(ruled, made)]
+    return tuple(dict.fromkeys((_whole(ruled), *found, *sums, *(ruled.by_rows if rows else ()))))
 
 
 def allowed(ruled: Ruled, strategy: Strategy, degree: int) -> bool:
     """Whether a strategy is one of a node's."""
     cut = strategy.cut
+    if strategy in ruled.by_rows:
+        return True
     if cut is None or ruled.rule is None:
         return strategy in strategies(ruled, (), degree)
     return (

@@ -190,6 +190,22 @@ class ProcessTransport:
             dist.all_to_all_single(_bytes(made), _bytes(whole), group=handle)
         return made
 
+    def exchange(
+        self, rows: torch.Tensor, group: tuple[int, ...], sent: Sequence[int], taken: Sequence[int]
+    ) -> torch.Tensor:
+        """The rows that every rank of the group has for this one."""
+        handle = self._handle(group)
+        if handle is None:
+            return rows.detach().clone()
+        made, rows = rows.new_empty((sum(taken), *rows.shape[1:])), rows.detach().contiguous()
+        each = rows.shape[1:].numel() * rows.element_size()
+        with self._contact(f"all_to_all over {group}"):
+            dist.all_to_all_single(
+                _bytes(made), _bytes(rows), [each * n for n in taken], [each * n for n in sent], group=handle
+            )
+        self._traffic.rows(rows, sum(sent) - sent[group.index(self.rank)])
+        return made
+
     def shift(self, part: torch.Tensor, group: tuple[int, ...]) -> torch.Tensor:
         """The flat `part` of the rank before this one in the ring of the group."""
         part = part.detach().reshape(-1).contiguous()

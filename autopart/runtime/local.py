@@ -201,6 +201,17 @@ class LocalTransport:
         every = self._collective("all_to_all", whole.detach().reshape(-1), group, torch.stack)
         return every.view(len(group), len(group), -1)[:, group.index(self.rank)].reshape(-1)
 
+    def exchange(
+        self, rows: torch.Tensor, group: tuple[int, ...], sent: Sequence[int], taken: Sequence[int]
+    ) -> torch.Tensor:
+        """The rows that every rank of the group has for this one."""
+        place = group.index(self.rank)
+        self._traffic.rows(rows, sum(sent) - sent[place])
+        call = f"all_to_all of rows of {_name(rows.dtype)}{list(rows.shape[1:])}"
+        parts = torch.split(rows.detach(), list(sent))
+        every = self._meet(call, parts, group, lambda parts: list(zip(*parts, strict=True)))
+        return torch.cat(every[place])
+
     def shift(self, part: torch.Tensor, group: tuple[int, ...]) -> torch.Tensor:
         """The flat `part` of the rank before this one in the ring of the group."""
         self._count("shift", payload(part) * len(group), group)

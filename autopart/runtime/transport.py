@@ -119,6 +119,14 @@ class Transport(Protocol):
     def all_to_all(self, whole: torch.Tensor, group: tuple[int, ...]) -> torch.Tensor:
         """What every rank of the group has for this one, in order: each cuts its flat `whole` into equal pieces so."""
 
+    def exchange(
+        self, rows: torch.Tensor, group: tuple[int, ...], sent: Sequence[int], taken: Sequence[int]
+    ) -> torch.Tensor:
+        """The rows that every rank of the group has for this one, `taken` from each, in order.
+
+        `rows` are dense, `sent` for each of them. Counted are those for others.
+        """
+
     def shift(self, part: torch.Tensor, group: tuple[int, ...]) -> torch.Tensor:
         """The flat `part` of the rank before this one in the ring of the group (equal sizes): each hands on its own."""
 
@@ -157,6 +165,11 @@ class Traffic:
     def collective(self, kind: str, whole: int, ranks: int) -> None:
         """Count a collective over a whole buffer of `whole` bytes among `ranks` ranks."""
         self._sent[kind] = self._sent.get(kind, 0) + sent_bytes(kind, whole, ranks)
+
+    def rows(self, rows: torch.Tensor, others: int) -> None:
+        """Count an all-to-all in which `others` of some rows go to other ranks."""
+        each = payload(rows) // len(rows) if len(rows) else 0
+        self._sent["all_to_all"] = self._sent.get("all_to_all", 0) + others * each
 
     def by_kind(self) -> dict[str, int]:
         """The bytes so far, an entry a kind."""

@@ -6,6 +6,7 @@ longest.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -89,12 +90,65 @@ class ValueCollectives:
         piece = self.transport.shift(held.reshape(-1), group).view(held.shape).narrow(2, 0, own)
         return piece.reshape(*x.shape[:dim], outer * own, *x.shape[dim + 1 :])
 
+    def dispatch_values(
+        self, x: torch.Tensor, *, axis: str, dim: int, rows: int, pieces: Sequence[int], ends: torch.Tensor
+    ) -> torch.Tensor:
+        """The rows of this place's groups, group after group, for `x`, its own `rows` of all groups.
+
+        ``ends[p * groups + g]`` is where group g ends in the rows of place p; what is behind the last goes with it. Of
+        a group the rows of each place come in the order of the places.
+        """
+        sent, came = self._routes(axis, rows, pieces, ends)
+        got = self.transport.exchange(x.movedim(dim, 0).contiguous(), self._group(axis), sent, [*map(sum, came)])
+        return got.index_select(0, _by_group(came, x.device)).movedim(0, dim)
+
+    def combine_values(
+        self, x: torch.Tensor, *, axis: str, dim: int, rows: int, pieces: Sequence[int], ends: torch.Tensor
+    ) -> torch.Tensor:
+        """This place's own `rows` of all groups, for `x`, the rows of its groups: `dispatch_values` undone."""
+        taken, came = self._routes(axis, rows, pieces, ends)
+        grouped = x.movedim(dim, 0)
+        back = torch.empty_like(grouped, memory_format=torch.contiguous_format)
+        back.index_copy_(0, _by_group(came, x.device), grouped)
+        return self.transport.exchange(back, self._group(axis), [*map(sum, came)], taken).movedim(0, dim)
+
+    def _routes(
+        self, axis: str, rows: int, pieces: Sequence[int], ends: torch.Tensor
+    ) -> tuple[list[int], list[list[int]]]:
+        """How many of this place's rows go to each place, and how many of each of its groups come from each."""
+        counts, runs, place = _counts(ends, rows, pieces), _runs(pieces), self._place(axis)
+        start, stop = runs[place]
+        return [sum(counts[place][a:b]) for a, b in runs], [each[start:stop] for each in counts]
+
     def _place(self, axis: str) -> int:
         return self.mesh.coordinate(self.transport.rank)[axis]
 
     def _group(self, axis: str) -> tuple[int, ...]:
         """The ranks along an axis from this one."""
         return self.mesh.group(self.transport.rank, axis)
+
+
+def _counts(ends: torch.Tensor, rows: int, pieces: Sequence[int]) -> list[list[int]]:
+    """How many rows of each group each place has; last those behind its groups, as if they were one more."""
+    found = []
+    for each in ends.view(len(pieces), -1).tolist():
+        marks = [0, *each, rows]
+        found.append([stop - start for start, stop in itertools.pairwise(marks)])
+    return found
+
+
+def _runs(pieces: Sequence[int]) -> list[tuple[int, int]]:
+    """The groups ``[start, stop)`` of each place, the rows of none with the last ones."""
+    stops = list(itertools.accumulate(pieces))
+    stops[-1] += 1
+    return list(itertools.pairwise([0, *stops]))
+
+
+def _by_group(came: Sequence[Sequence[int]], device: torch.device) -> torch.Tensor:
+    """The rows that came place after place, ``came[p][g]`` of group g from place p, in the order of their groups."""
+    groups = torch.arange(len(came[0]), device=device).repeat(len(came))
+    lengths, rows = torch.tensor(came, device=device).flatten(), sum(map(sum, came))
+    return groups.repeat_interleave(lengths, output_size=rows).argsort(stable=True)
 
 
 def _padded(runs: torch.Tensor, most: int) -> torch.Tensor:

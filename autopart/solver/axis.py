@@ -14,7 +14,7 @@ from autopart.ir.graph import Node, Value
 from autopart.ir.mesh import Mesh
 from autopart.ir.placed import Strategy, collective_of
 from autopart.ir.placement import TensorPlacement
-from autopart.ir.traffic import sent_bytes
+from autopart.ir.traffic import counted, sent_bytes
 from autopart.rules.alias import viewed
 from autopart.rules.flops import GATHERS, flops
 from autopart.rules.split import part, share
@@ -103,7 +103,11 @@ class Axis:
         if source == target:
             return 0
         kind = collective_of(source, target)
-        return IMPOSSIBLE if kind is None else LOCAL if kind in ("slice", "first") else self.collective(kind, nbytes)
+        if kind is None:
+            return IMPOSSIBLE
+        if kind == "ends":
+            return self.collective("all_gather", nbytes * self.degree)
+        return LOCAL if kind in ("slice", "first") else self.collective(counted(kind), nbytes)
 
     def times(
         self, node: Node, ruled: Ruled, taken: Sequence[Strategy], values: Mapping[str, Value]
@@ -120,7 +124,7 @@ class Axis:
         """The time of a collective of an axis that was placed before, over what a place of this one has."""
         made, ((_, how),), (operand,) = exchange_of(node, self.batch), strategy.needs, ruled.call.operands
         axis = next(each for each in self.outer if each.name == made.axis)
-        return axis.collective(made.kind, round(made.payload * share(operand.value.shape, how, self.degree)))
+        return axis.collective(counted(made.kind), round(made.payload * share(operand.value.shape, how, self.degree)))
 
     def _time(self, work: float, ruled: Ruled, strategy: Strategy, values: Mapping[str, Value]) -> int:
         """The time of `work` FLOPs, and of the bytes that go through memory for them."""

@@ -10,8 +10,9 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass
 
 from autopart.ir.graph import Size
-from autopart.ir.placed import Cut
+from autopart.ir.placed import Cut, Strategy
 from autopart.ir.placement import Shard
+from autopart.rules.factor import is_batch
 from autopart.rules.split import takes_samples
 from autopart.rules.strategies import Ruled, split
 from autopart.solver.axis import Axis
@@ -19,10 +20,11 @@ from autopart.solver.axis import Axis
 
 @dataclass(frozen=True, slots=True)
 class Splits:
-    """The cuts of every node, in order, and the splits of values, by key."""
+    """The cuts of every node, in order, and the splits of values, by key; `rows`: and that each place sorts its own."""
 
     cuts: Sequence[set[Cut]]
     shards: Mapping[str, set[Shard]]
+    rows: bool = False
 
 
 class Candidates:
@@ -45,9 +47,8 @@ class Candidates:
 
     def every(self, turns: Collection[int]) -> Splits:
         """What follows from all loops; those as long as one of `turns` may be dealt out in turn, too."""
-        return self._following(
-            (i, cut) for i, ruled in enumerate(self.ruled) for cut in ruled.cuts(self.axis.degree, turns)
-        )
+        begun = ((i, cut) for i, ruled in enumerate(self.ruled) for cut in ruled.cuts(self.axis.degree, turns))
+        return self._following(begun, rows=True)
 
     def loops(self) -> tuple[Splits, ...]:
         """What follows from each loop alone; none is in two of them."""
@@ -55,16 +56,21 @@ class Candidates:
         for i, ruled in enumerate(self.ruled):
             for cut in sorted(ruled.cuts(self.axis.degree), key=str):
                 if self._in_question(ruled, cut) and not any(cut in each.cuts[i] for each in found):
-                    found.append(self._following([(i, cut)]))
+                    assert ruled.rule is not None  # cuts are of its factors
+                    rows = is_batch(ruled.rule.factors[cut.factor].size)
+                    found.append(self._following([(i, cut)], rows=rows))
         return tuple(found)
 
-    def _following(self, begun: Iterable[tuple[int, Cut]]) -> Splits:
+    def _following(self, begun: Iterable[tuple[int, Cut]], *, rows: bool) -> Splits:
         cuts: list[set[Cut]] = [set() for _ in self.ruled]
         shards: dict[str, set[Shard]] = {}
         waiting = list(begun)
-        for key, pin in self.pinned.items():
-            shards[key] = {pin}
-            waiting += self._cut_by(key, pin)
+        found = [*self.pinned.items()]
+        if rows:
+            found += [(self.key(n), how) for r in self.ruled for way in r.by_rows for n, how in _shards(r, way)]
+        for key, shard in found:
+            shards.setdefault(key, set()).add(shard)
+            waiting += self._cut_by(key, shard)
         while waiting:
             i, cut = waiting.pop()
             if cut in cuts[i] or not self._in_question(self.ruled[i], cut):
@@ -75,7 +81,7 @@ class Candidates:
                 if shard not in shards.setdefault(key, set()):
                     shards[key].add(shard)
                     waiting += self._cut_by(key, shard)
-        return Splits(cuts, shards)
+        return Splits(cuts, shards, rows)
 
     def _in_question(self, ruled: Ruled, cut: Cut) -> bool:
         assert ruled.rule is not None  # cuts are of its factors
@@ -93,14 +99,11 @@ class Candidates:
     def _split_by(self, ruled: Ruled, cut: Cut) -> Iterator[tuple[str, Shard]]:
         """The values that a cut of a node splits."""
         made = split(ruled, cut, self.axis.degree)
-        if made is None:
-            return
-        for operand, (_, how) in zip(ruled.call.operands, made.needs, strict=True):
-            if isinstance(how, Shard):
-                yield operand.value.name, how
-        for out, given in zip(ruled.node.outs, made.gives, strict=True):
-            if out is not None and isinstance(given, Shard):
-                yield out.name, given
+        yield from () if made is None else _shards(ruled, made)
+
+
+def _shards(ruled: Ruled, strategy: Strategy) -> Iterator[tuple[str, Shard]]:
+    return ((name, how) for name, how in ruled.places(strategy) if isinstance(how, Shard))
 
 
 def _names(ruled: Ruled) -> tuple[str, ...]:

@@ -16,8 +16,9 @@ from autopart.ir.segmented import Segmented
 from autopart.ir.tensor_plan import TensorPlan
 from autopart.rules.ring import in_turn
 from autopart.solver.axis import Axis
+from autopart.solver.body_layout import BodyLayout
 from autopart.solver.eliminate import Table, bounds, tables_of
-from autopart.solver.tensor import BodyLayout, layout_of
+from autopart.solver.tensor import layout_of
 from autopart.solver.wires import Boundary, Domains, boundaries, domains, over, unsplit
 
 LARGEST = 1 << 22

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from autopart.ir.cost import PICO
 from autopart.ir.placement import TensorPlacement
 from autopart.ir.tensor_plan import Costs
+from autopart.solver.body_layout import BodyLayout
 from autopart.solver.eliminate import Eliminated, picks
 from autopart.solver.layout import Layout, evaluate
-from autopart.solver.tensor import BodyLayout
 
 Choices = Mapping[str, Sequence[TensorPlacement]]
 """The placements among which each unit of a boundary chooses."""

@@ -22,10 +22,11 @@ from autopart.ir.segmented import Body, Segmented
 from autopart.ir.tensor_plan import Costs
 from autopart.rules.ring import in_turn
 from autopart.solver.axis import Axis
+from autopart.solver.body_layout import BodyLayout
 from autopart.solver.eliminate import Eliminated, Table, eliminate, picks, solve
 from autopart.solver.layout import evaluate
 from autopart.solver.otherwise import alternatives
-from autopart.solver.tensor import BodyLayout, Pin, layout_of, layouts_along
+from autopart.solver.tensor import Pin, layout_of, layouts_along
 from autopart.solver.wires import Boundary, Domains, boundaries, domains, over, unsplit
 
 
@@ -231,10 +232,11 @@ def _solvable(
     plain = replace(axis, divides=False)
     rung = None if axis.alike else turns  # under a causal mask the places of a ring run different operators
     for way, rings in dict.fromkeys(((axis, rung), (plain, rung), (plain, None))):
-        layout = layout_of(body, boundary.segment, way, boundary.whole, boundary.pins, turns=rings, others=others)
-        with contextlib.suppress(MemoryError):
+        first = (way, rings) == (axis, rung)
+        with contextlib.suppress(MemoryError, *(() if first else (ValueError,))):  # a pin that only the first can keep
+            layout = layout_of(body, boundary.segment, way, boundary.whole, boundary.pins, turns=rings, others=others)
             solved = solve(layout.layout, boundary.units, TIE, LARGEST)
-            return replace(layout, exact=(way, rings) == (axis, rung)), solved
+            return replace(layout, exact=first), solved
     return _entangled(body, boundary, axis, others)
 
 

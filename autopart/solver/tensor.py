@@ -1,4 +1,4 @@
-"""Tensor placements of one body on one axis: the body as a `Layout`, and a layout's solution as a `PlacedBody`.
+"""Tensor placements of one body on one axis: the body as a `Layout`.
 
 Units, in the words of `solver.layout`:
 
@@ -19,19 +19,18 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autopart.ir.graph import Node, Size, Value
-from autopart.ir.placed import Cut, Move, PlacedBody, PlacedFunction, Strategy, of_gradient
-from autopart.ir.placement import Partial, Replicate, Shard, TensorPlacement
+from autopart.ir.placed import Cut, Strategy, of_gradient
+from autopart.ir.placement import Dispatched, Own, Partial, Replicate, Shard, TensorPlacement
 from autopart.ir.segmented import Body, Function, Segment
 from autopart.rules.alias import roots
+from autopart.rules.dispatch import ways_by_rows
 from autopart.rules.flops import flops
 from autopart.rules.split import fits
 from autopart.rules.strategies import Ruled, equal, matching, strategies
 from autopart.solver.axis import Axis
+from autopart.solver.body_layout import LATER, BodyLayout
 from autopart.solver.candidates import Candidates, Splits
-from autopart.solver.layout import Layout, Option, Unit, flows, tree
-
-LATER = "'"
-"""What the backward reads of a forward value is a value of its own, of this name after the forward's."""
+from autopart.solver.layout import Layout, Option, Unit
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,77 +53,6 @@ def _keeps(pin: Pin | None, how: TensorPlacement) -> bool:
     return pin is None or how == pin
 
 
-@dataclass(frozen=True, slots=True)
-class BodyLayout:
-    """A body as a layout. `placements` lists each value's; ``strategies[i]`` are unit i's options, if it is a node.
-
-    `plain` is a layout of the same units whose first options split nothing, None where pins leave none. `exact`: all
-    that may be split comes into question.
-    """
-
-    body: Body
-    axis: Axis
-    layout: Layout
-    placements: Mapping[str, tuple[TensorPlacement, ...]]
-    strategies: tuple[tuple[Strategy, ...], ...]
-    plain: Layout | None
-    exact: bool = True
-
-    def choices(self, unit: str) -> tuple[TensorPlacement, ...]:
-        """The placements among which a unit of the boundary chooses, in the order of its options."""
-        found = next(u for u in self.layout.units if u.name == unit)
-        value = (found.makes or found.reads)[0]
-        return tuple(self.placements[value][(o.gives or o.needs)[0] or 0] for o in found.options)
-
-    def placed(self, picks: Sequence[int]) -> PlacedBody:
-        """A solution as placements, strategies and moves."""
-        units = self.layout.units
-        chosen = {unit.name: unit.options[pick] for unit, pick in zip(units, picks, strict=True)}
-        taken = [s[pick] for s, pick in zip(self.strategies, picks, strict=True) if s]
-        prices = dict(self.layout.moves)
-        moves: list[Move] = []
-        given: dict[str, TensorPlacement] = {}
-        for value, how, needed in flows(self.layout, list(chosen.values())):
-            places = self.placements[value]
-            given[value] = places[how]
-            way = tree(prices[value], how, needed)
-            assert way is not None  # a solution has a way to whatever it needs
-            moves += [Move(value, places[a], places[b]) for a, b in way.steps]
-        forward, backward = self.body.forward, self.body.backward
-
-        def outputs(function: Function, names: Mapping[str, str], phase: str) -> tuple[TensorPlacement, ...]:
-            return tuple(
-                self.placements[name][_need(units, chosen, f"{phase} {i} {name}", names.get(name, name))]
-                for i, name in enumerate(function.outputs)
-            )
-
-        def part(function: Function, steps: list[Strategy], names: Mapping[str, str], phase: str) -> PlacedFunction:
-            own = {*names.values(), *(name for node in function.nodes for name in node.names())}
-            inputs = tuple(given[names[v.name]] for v in function.inputs)
-            mine = tuple(replace(m, value=m.value.removesuffix(LATER)) for m in moves if m.value in own)
-            return PlacedFunction(function, inputs, tuple(steps), outputs(function, names, phase), mine)
-
-        count = len(forward.nodes)
-        first = part(forward, taken[:count], {v.name: v.name for v in forward.inputs}, "out")
-        if backward is None:
-            return PlacedBody(self.body, self.axis.name, self.axis.degree, first, (), None)
-        late = {v.name: v.name + LATER for v in backward.inputs}
-        names = {name: later if later in self.placements else name for name, later in late.items()}
-        saved = tuple(given[name + LATER] for name in self.body.saved)
-        second = part(backward, taken[count:], names, "back")
-        return PlacedBody(self.body, self.axis.name, self.axis.degree, first, saved, second)
-
-
-def _need(units: Sequence[Unit], chosen: Mapping[str, Option], unit: str, value: str) -> int:
-    """How an output is needed: by the unit of its own, or by that of the parameter whose gradient it is."""
-    found = next((u for u in units if u.name == unit), None)
-    if found is None:
-        found = next(u for u in units if u.name.startswith("parameter ") and value in u.reads)
-    need = chosen[found.name].needs[found.reads.index(value)]
-    assert need is not None  # only nodes ignore what they read
-    return need
-
-
 def _joined(body: Body, late: Mapping[str, str]) -> tuple[list[Node], dict[str, Value]]:
     """The nodes of forward and backward in a row, and every value; those in `late` have that name in the backward."""
     backward = body.backward or Function((), (), ())
@@ -134,6 +62,13 @@ def _joined(body: Body, late: Mapping[str, str]) -> tuple[list[Node], dict[str, 
     for node in nodes:
         values |= {out.name: out for out in node.outs if out is not None}
     return nodes, values
+
+
+def _sorted(ruled: Ruled) -> Iterator[tuple[str, TensorPlacement]]:
+    """The splits of rows that each place of an axis may sort for itself: on the axes before it they are together."""
+    for name, how in (pair for way in ruled.by_rows for pair in ruled.places(way)):
+        if isinstance(how, Own) and how.dim is not None:
+            yield name, Shard(how.dim)
 
 
 class _Build:
@@ -167,6 +102,9 @@ class _Build:
         self.late = {v.name: v.name + LATER for v in backward.inputs if v.name not in self.back_given}
         self.nodes, self.values = _joined(body, self.late)
         self.ruled = [Ruled.of(node, self.values) for node in self.nodes]
+        self.together: set[tuple[str, TensorPlacement]] = set()
+        if axis.divides or axis.alike:
+            self._sort_rows(body)
         if turns is None:
             self.ruled = [replace(r, spread=None) if r.spread and r.spread.turns else r for r in self.ruled]
         self._alike: dict[str, str] = {}
@@ -174,22 +112,41 @@ class _Build:
             if owner is not None and not axis.by_samples and self._key(owner) != self._key(gradient):
                 self._alike[self._key(gradient)] = self._key(owner)
 
+    def _sort_rows(self, body: Body) -> None:
+        """Let each place sort its own rows; on an axis before others they stay `together`, for one of those to do so.
+
+        How many rows a place then has is known to none that is placed after.
+        """
+        ways = (way for part in ways_by_rows(body, self.degree) for way in part)
+        ruled = [replace(each, by_rows=way) for each, way in zip(self.ruled, ways, strict=True)]
+        if self.axis.alike:
+            self.together = {pair for each in ruled for pair in _sorted(each)}
+        else:
+            self.ruled = ruled
+
     def build(self, splits: Splits | None, *, all_of_it: bool = False) -> BodyLayout:
         """The layout in which these `splits` come into question, or (`all_of_it`) are made; None: nothing is split."""
         cuts = splits.cuts if splits is not None else [set[Cut]()] * len(self.nodes)
-        options = [strategies(r, sorted(c, key=str), self.degree) for r, c in zip(self.ruled, cuts, strict=True)]
+        cut = zip(self.ruled, [sorted(c, key=str) for c in cuts], strict=True)
+        options = [strategies(r, c, self.degree, rows=splits is not None and splits.rows) for r, c in cut]
+        if self.together:
+            options = [
+                tuple(s for s in taken if not self.together & {*r.places(s)})
+                for r, taken in zip(self.ruled, options, strict=True)
+            ]
         options = options if splits is not None else [taken[:1] for taken in options]
         shards = splits.shards if splits is not None else {}
         for other in self.others:
             options, shards = self._common(options, shards, other)
         if all_of_it or self.axis.by_samples:
             options = [tuple(s for s in taken if s.cut is not None) or taken for taken in options]
-        pending = self._pending(options)
+        pending, by_rows = self._pending(options), self._by_rows(options)
         self.places: dict[str, tuple[TensorPlacement, ...]] = {}
         for name in self.values:
             key = self._key(name)
             sums = (Partial(),) if key in pending else ()
-            self.places[name] = (Replicate(), *sums, *sorted(shards.get(key, ()), key=str))
+            split = (*sorted(shards.get(key, ()), key=str), *sorted(by_rows.get(key, ()), key=str))
+            self.places[name] = (Replicate(), *sums, *split)
         units = [*self._sources(), *self._own_parameters()]
         found: list[tuple[Strategy, ...]] = [()] * len(units)
         numbers = {name: value.sized(self._plain) for name, value in self.values.items()}
@@ -258,12 +215,17 @@ class _Build:
         """The values that some strategy needs or gives as a part of a sum."""
         found = {gradient for _, gradient in self.gradients if self.axis.by_samples}
         for ruled, taken in zip(self.ruled, options, strict=True):
-            for strategy in taken:
-                names = [o.value.name for o in ruled.call.operands]
-                found |= {n for n, (_, how) in zip(names, strategy.needs, strict=True) if how == Partial()}
-                outs = zip(ruled.node.outs, strategy.gives, strict=True)
-                found |= {out.name for out, how in outs if out is not None and how == Partial()}
+            found |= {name for each in taken for name, how in ruled.places(each) if how == Partial()}
         return {self._key(name) for name in found}
+
+    def _by_rows(self, options: Sequence[tuple[Strategy, ...]]) -> dict[str, set[TensorPlacement]]:
+        """By key, the placements of rows in an order of each place's own, or with their groups."""
+        found: dict[str, set[TensorPlacement]] = {}
+        for ruled, taken in zip(self.ruled, options, strict=True):
+            for name, how in (pair for strategy in taken for pair in ruled.places(strategy)):
+                if isinstance(how, Own | Dispatched):
+                    found.setdefault(self._key(name), set()).add(how)
+        return found
 
     # ---- units -------------------------------------------------------------------------------------------------------
 
@@ -288,8 +250,8 @@ class _Build:
 
     def _sources(self) -> Iterator[Unit]:
         for name in (*self.given, *self.back_given):
-            count = 1 if name in self.whole else len(self.places[name])
-            yield Unit(f"in {name}", (), (name,), tuple(Option((), (i,)) for i in range(count)))
+            picked = [0] if name in self.whole else self._outside(name)
+            yield Unit(f"in {name}", (), (name,), tuple(Option((), (i,)) for i in picked))
         for name in (*self.fixed, *(self.late[name] for name in self.back_fixed)):
             yield Unit(f"fixed {name}", (), (name,), (Option((), (0,)),))
 
@@ -318,7 +280,10 @@ class _Build:
         raise ValueError(f"placement: {target!r} cannot be {pin} on this axis; it can be {known}")
 
     def _saves(self) -> Iterator[Unit]:
-        """What is saved; views of one storage cost their bytes once."""
+        """What is saved; views of one storage cost their bytes once.
+
+        Where groups end is kept for each place's own rows: it is by these that rows are sent to their groups and back.
+        """
         root = roots(self.forward.nodes)
         held = {*self.fixed, *self.parameters.values()}
         for name in self.body.saved:
@@ -326,6 +291,7 @@ class _Build:
             options = tuple(
                 Option((i,), (i,), 0, 0 if base in held else self._bytes(name, how))
                 for i, how in enumerate(self.places[name])
+                if not (isinstance(how, Dispatched) and how.dim is None)
             )
             held.add(base)
             yield Unit(f"save {name}", (name,), (name + LATER,), options)
@@ -346,8 +312,12 @@ class _Build:
                     yield self._sink(f"back {i} {name}", self.late.get(name, name), whole=whole, how=how)
 
     def _sink(self, unit: str, name: str, *, whole: bool, how: TensorPlacement | None = None) -> Unit:
-        picked = [self.places[name].index(how or Replicate())] if whole else range(len(self.places[name]))
+        picked = [self.places[name].index(how or Replicate())] if whole else self._outside(name)
         return Unit(unit, (name,), (), tuple(Option((i,), ()) for i in picked))
+
+    def _outside(self, name: str) -> list[int]:
+        """The placements that a value may have outside: rows in an order of a place's own stay inside."""
+        return [i for i, how in enumerate(self.places[name]) if not isinstance(how, Own | Dispatched)]
 
     def _bytes(self, name: str, how: TensorPlacement) -> int:
         return round(self.axis.local_bytes(self.values[name], how))

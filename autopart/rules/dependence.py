@@ -15,9 +15,9 @@ import torch
 from autopart.errors import CaptureError
 from autopart.ir.graph import Arg, Node, Ref, Size, Value
 from autopart.ir.placement import Partial, Replicate, Shard, TensorPlacement
-from autopart.passes.fact import Fact, Groups, Of, Picks
-from autopart.passes.rows import WRITES, groups_of, picked, picks_of, sorted_facts
+from autopart.rules.fact import Fact, Groups, Of, Picks
 from autopart.rules.factor import ArgPath, Call, Dims, Factor, Rule, bind, is_batch, slots
+from autopart.rules.rows import WRITES, groups_of, picked, picks_of, sorted_facts
 from autopart.rules.table import rule_of
 
 

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 
 from autopart.ir.graph import Size, Value
 from autopart.ir.placement import Shard
-from autopart.passes.fact import Fact, Groups, Of, Picks
+from autopart.rules.fact import Fact, Groups, Of, Picks
 from autopart.rules.factor import Call, ratio
 
 Facts = Mapping[str, Fact]
