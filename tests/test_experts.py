@@ -245,6 +245,11 @@ def test_an_axis_that_is_placed_after_cannot_know_how_many_rows_there_are() -> N
         replace(found, inner=replace(found, axis="tp"))
 
 
+def test_a_pin_that_odd_microbatches_cannot_keep_is_refused_with_what_it_takes() -> None:
+    with pytest.raises(ValueError, match=r"cannot be Shard\(0\).* multiples of 2 samples"):
+        program(Layers(WRITTEN["added"]), mesh={"ep": 2}, microbatches=2)
+
+
 # ---- what is not sent to its group -----------------------------------------------------------------------------------
 
 

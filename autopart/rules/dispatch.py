@@ -25,6 +25,7 @@ from autopart.ir.segmented import Body, Function, defined
 from autopart.rules.dependence import NeededWhole, batch_dims, depend
 from autopart.rules.fact import Fact, Of
 from autopart.rules.factor import Dims
+from autopart.rules.rows import SORTS
 from autopart.rules.split import as_shard, cut_of, fits, legal, shard_of
 from autopart.rules.strategies import Ruled
 
@@ -35,7 +36,7 @@ Ways = tuple[tuple[Strategy, ...], ...]
 def ways_by_rows(body: Body, degree: int) -> tuple[Ways, Ways]:
     """The ways of the nodes of forward and backward on `degree` places that have equally many samples each."""
     forward, backward = body.forward, body.backward or Function((), (), ())
-    if not any(node.aten in ("sort", "argsort") for node in forward.nodes):
+    if not any(node.aten in SORTS for node in forward.nodes):
         return ((),) * len(forward.nodes), ((),) * len(backward.nodes)
     first = _Rows(forward, _given(forward), {}, degree)
     known = _given(backward)

@@ -26,6 +26,9 @@ VIEWS = frozenset({"unsqueeze", "squeeze", "view", "_unsafe_view", "expand", "pe
 _SAME = VIEWS | {"_to_copy", "detach"}
 """Operators whose results are the same numbers."""
 
+SORTS = ("sort", "argsort")
+"""Operators by which rows get an order of their own."""
+
 READS = frozenset({"index", "_unsafe_index", "index_select", "gather"})
 WRITES = frozenset({"index_put", "_unsafe_index_put", "index_add", "scatter_add"})
 """Operators that pick rows."""
@@ -36,7 +39,7 @@ _RANGE = (("end", 0), ("start", 0), ("step", 1))
 def sorted_facts(name: str, call: Call, facts: Facts, free: bool) -> dict[str, Fact] | None:
     """The results of sorting one number a row, a key or, which undoes a sort, the indices that it gave."""
     given = facts.get("self")
-    if name not in ("sort", "argsort") or given is None or given.place != Shard(0) or call.ndim("self") != 1:
+    if name not in SORTS or given is None or given.place != Shard(0) or call.ndim("self") != 1:
         return None
     keys, indices = (None, *call.results) if name == "argsort" else call.results
     order = indices or keys

@@ -25,6 +25,7 @@ from autopart.ir.segmented import Body, Function, Segment
 from autopart.rules.alias import roots
 from autopart.rules.dispatch import ways_by_rows
 from autopart.rules.flops import flops
+from autopart.rules.rows import SORTS
 from autopart.rules.split import fits
 from autopart.rules.strategies import Ruled, equal, matching, strategies
 from autopart.solver.axis import Axis
@@ -277,7 +278,16 @@ class _Build:
         if found := [how for how in places if _keeps(pin, how)]:
             return found
         known = ", ".join(map(str, places))
-        raise ValueError(f"placement: {target!r} cannot be {pin} on this axis; it can be {known}")
+        raise ValueError(f"placement: {target!r} cannot be {pin} on this axis; it can be {known}{self._advice()}")
+
+    def _advice(self) -> str:
+        """Where experts could lie apart that cannot here."""
+        if self.axis.divides or not any(node.aten in SORTS for node in self.nodes):
+            return ""
+        return (
+            f". Rows go to the places of their groups where microbatches are known to be multiples of {self.degree} "
+            "samples, on the only such axis or on ep"
+        )
 
     def _saves(self) -> Iterator[Unit]:
         """What is saved; views of one storage cost their bytes once.
