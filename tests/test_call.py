@@ -109,6 +109,17 @@ def test_resized_repeats_samples() -> None:
     assert torch.equal(same, x) and same.data_ptr() != x.data_ptr()
 
 
+@pytest.mark.parametrize("batch", [3, 5])
+def test_unfilled_is_resized_but_for_the_values(batch: int) -> None:
+    x, y = ones(3, 2).requires_grad_(), torch.arange(12).view(4, 3).t().unsqueeze(0)
+    made = call(x, y, torch.tensor(1.0), k=7, batch={"x": 0, "y": 1})
+    assert made.unfilled(batch).key() == made.resized(batch).key() and made.unfilled(batch).batch == batch
+    tensors = zip(made.unfilled(batch).tensors, made.resized(batch).tensors, made.tensors, strict=True)
+    for (_, one), (_, other), (_, given) in tensors:
+        assert one.shape == other.shape and one.stride() == other.stride() and one.dtype == other.dtype
+        assert one.is_leaf and one.requires_grad == other.requires_grad and one is not given
+
+
 def test_tensors_are_contiguous() -> None:
     x = torch.arange(12.0).view(3, 4).t()
     made = call(x)

@@ -84,7 +84,7 @@ def capture_again(
     with uncollected(), untouched(module):
         fake_instead_of_meta(module, call.tensors[0][1].device if call.tensors else "cpu")
         names = Names.of(module)
-        small = _trace(route, module, call, call.resized(batch), loss_fn, target, names)
+        small = _trace(route, module, call, call.unfilled(batch), loss_fn, target, names)
         for known in patterns:
             doubled = _doubled(known, small)
             if doubled is not None:
@@ -92,7 +92,7 @@ def capture_again(
                 captured = _joined(parts, small.blocks)
                 if captured is not None and all(agrees(part, 3 * batch) for part in parts):
                     return captured, known
-        large = _trace(route, module, call, call.resized(2 * batch), loss_fn, target, names)
+        large = _trace(route, module, call, call.unfilled(2 * batch), loss_fn, target, names)
         if small.blocks == large.blocks:
             pairs = list(zip(small.traces, large.traces, strict=True))
             repeats = _joined([convert(one, two, call, names) for one, two in pairs], small.blocks)

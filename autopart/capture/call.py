@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from inspect import Signature
 from typing import Any
@@ -42,10 +42,15 @@ class Call:
 
     def resized(self, batch: int) -> Call:
         """The same call with `batch` samples, repeating samples; every tensor is a fresh leaf, with grad as before."""
+        return self._fresh(batch, lambda tensor, dim: _resize(tensor, dim, self.batch, batch))
+
+    def unfilled(self, batch: int) -> Call:
+        """`resized` without values, for tracing, which reads none: to repeat a large batch takes seconds."""
+        return self._fresh(batch, lambda tensor, dim: _unfilled(tensor, dim, batch))
+
+    def _fresh(self, batch: int, made: Callable[[torch.Tensor, int | None], torch.Tensor]) -> Call:
         leaves = tuple(
-            _resize(leaf, dim, self.batch, batch).requires_grad_(_wanted(leaf))
-            if isinstance(leaf, torch.Tensor)
-            else leaf
+            made(leaf, dim).requires_grad_(_wanted(leaf)) if isinstance(leaf, torch.Tensor) else leaf
             for leaf, dim in zip(self.leaves, self.dims, strict=True)
         )
         return replace(self, leaves=leaves, batch=batch)
@@ -171,6 +176,11 @@ def _resize(tensor: torch.Tensor, dim: int | None, old: int, new: int) -> torch.
         return tensor.clone()
     index = torch.arange(new, device=tensor.device) % old
     return tensor.index_select(dim, index)
+
+
+def _unfilled(tensor: torch.Tensor, dim: int | None, new: int) -> torch.Tensor:
+    shape = [new if place == dim else size for place, size in enumerate(tensor.shape)]
+    return tensor.detach().new_empty(shape)  # contiguous, as `read_call` makes what is given
 
 
 def _wanted(tensor: torch.Tensor) -> bool:
