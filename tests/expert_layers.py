@@ -11,9 +11,9 @@ SAMPLES, LENGTH, HIDDEN = 6, 3, 96
 
 
 class Layer(Mixture):
-    """A mixture with a residual; tokens choose among one expert more than there are, which computes nothing.
+    """A mixture with a residual. `bias` is added to what tokens give experts: a large one sends all rows to some.
 
-    `bias` is added to what tokens give experts: a large one sends all rows to some.
+    Tokens may choose `spare` experts more than there are, which compute nothing.
     """
 
     def __init__(self, experts: Experts, seed: int, bias: tuple[float, ...] = (0.0,) * EXPERTS, spare: int = 0) -> None:

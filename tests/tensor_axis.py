@@ -167,6 +167,17 @@ def close_gradients(mine: nn.Module, loss: torch.Tensor, plain: nn.Module, expec
     mine.zero_grad()
 
 
+def close_calls(mine: Any, plain: nn.Module, *args: torch.Tensor) -> None:
+    """One call has the loss and, brought together, the gradients of the plain module's."""
+    loss, expected = mine(*args), plain(*args)
+    loss.backward(), expected.backward()
+    close(loss, expected)
+    grads = mine.full_grads()
+    for name, parameter in plain.named_parameters():
+        close(grads[name], parameter.grad)
+    mine.zero_grad(), plain.zero_grad()
+
+
 def dropping_is_that_of_one_device(mesh: dict[str, int]) -> Any:
     """All of `Dropping`, beside the plain module: outputs, gradients of inputs, buffers, draws, bytes, evaluation."""
     torch.manual_seed(0)

@@ -26,7 +26,7 @@ from autopart.testing import LocalWorld, assert_parity
 from autopart.testing.parity import adamw, compare, train
 from tests.expert_layers import LENGTH, SAMPLES, Layers, tokens
 from tests.launch import launch
-from tests.tensor_axis import CHEAP, close
+from tests.tensor_axis import CHEAP, close, close_calls
 from tests.test_rows import CHOSEN, EXPERTS, WIDTH, WRITTEN, Mixture, ends_of, hugging_face
 from tests.test_values import on_places
 from tests.test_verify import refused
@@ -116,13 +116,7 @@ def test_calls_that_the_plan_has_not_seen() -> None:
         mine, plain = parallelize(copy.deepcopy(model), plan=found.plan, capture="direct"), copy.deepcopy(model)
         for samples in (6, 5, 8):
             x = tokens(samples).double()
-            loss, expected = mine(x), plain(x)
-            loss.backward(), expected.backward()
-            close(loss, expected)
-            grads = mine.full_grads()
-            for name, parameter in plain.named_parameters():
-                close(grads[name], parameter.grad)
-            mine.zero_grad(), plain.zero_grad()
+            close_calls(mine, plain, x)
         with torch.no_grad():
             close(mine.eval()(x), plain.eval()(x))
 

@@ -29,6 +29,7 @@ from tests.tensor_axis import (
     adam,
     axes,
     close,
+    close_calls,
     drawn_cluster,
     dropping_is_that_of_one_device,
     made,
@@ -130,13 +131,7 @@ def test_other_lengths_and_evaluation_keep_the_parameters_where_they_are() -> No
         )
         for length in (8, 5, 7):
             ids = torch.arange(4 * length).view(4, length) % 40
-            loss, expected = mine(ids, ids.roll(-1, 1)), plain(ids, ids.roll(-1, 1))
-            loss.backward(), expected.backward()
-            close(loss, expected)
-            grads = mine.full_grads()
-            for name, parameter in plain.named_parameters():
-                close(grads[name], parameter.grad)
-            mine.zero_grad(), plain.zero_grad()
+            close_calls(mine, plain, ids, ids.roll(-1, 1))
         mine.eval(), plain.eval()
         with torch.no_grad():
             close(mine(ids), plain(ids))
