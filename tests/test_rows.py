@@ -92,7 +92,15 @@ def _gathered(s: Mixture, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
     return torch.zeros_like(x).scatter_add(0, token, y)
 
 
-WRITTEN = {each.__name__.strip("_"): each for each in (_inverse_written, _inverse_sorted, _added, _gathered)}
+def _counted_first(s: Mixture, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    """Tokens counted before they are sorted, as torchtitan writes it."""
+    ends, order = ends_of(ids.view(-1)), ids.view(-1).argsort(stable=True)
+    y = s.groups(x[order // CHOSEN], ends) * weights.view(-1)[order].unsqueeze(-1)
+    return torch.zeros_like(x).index_add(0, order // CHOSEN, y)
+
+
+FORMS = (_inverse_written, _inverse_sorted, _added, _gathered, _counted_first)
+WRITTEN = {each.__name__.strip("_"): each for each in FORMS}
 
 
 @pytest.mark.parametrize("name", WRITTEN)
@@ -193,7 +201,7 @@ def _wrong(change: str) -> Experts:
             rows = F.dropout(rows, 0.5)
         ends = ends_of(keys.to(torch.int8) if change == "wrapped keys" else keys)
         if change == "other groups":
-            ends = ends_of(ids.flatten())
+            ends = ends_of((ids.flatten() + 1) % EXPERTS)
         if change == "other ends":
             ends = ends - 1
         y = s.groups(rows, ends)

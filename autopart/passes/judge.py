@@ -168,7 +168,7 @@ class _Scan:
             self.facts.update(found.facts)
             kinds = tuple([self._kind(name) for name in names])
             known = tuple([found.facts[name] for name in names]), kinds, found.shares
-            if not any(found.facts[name].order in names for name in names):  # no two sorts give the same order
+            if all(found.facts[name].named().isdisjoint((*names, *reads)) for name in names):
                 self._known[key] = known
         facts, kinds, shares = known
         self.facts.update(zip(names, facts, strict=True))
@@ -212,7 +212,7 @@ class _Scan:
         """Whether an output must be multiplied by the microbatch's share; refuses what cannot be put together."""
         fact = self.facts[output.name]
         made = (node for node in nodes if output.name in node.names())
-        if fact.order:
+        if fact.order is not None:
             refuse(next(made), "couples the samples of a batch: its rows, which were sorted, are returned as they lie")
         if fact.picks is not None:
             refuse(next(made), f"couples the samples of a batch: {NUMBERS}")

@@ -39,7 +39,9 @@ def shard(segmented: Segmented) -> Sharded:
         if out.kind == "loss" and placed is not None and not walk.adds_up(placed):
             raise CaptureError(f"the loss is {placed.place} over microbatches, where it must be a part of a sum")
     between = {name: walk.facts[name].place for segment in segmented.segments for name in _passing(segment)}
-    numbering = tuple(name for name in between if walk.facts[name].picks is not None or walk.facts[name].order)
+    numbering = tuple(
+        name for name in between if walk.facts[name].picks is not None or walk.facts[name].order is not None
+    )
     return Sharded(segmented, AXIS, between, tuple(walk.inside), numbering)
 
 

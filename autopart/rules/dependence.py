@@ -15,9 +15,9 @@ import torch
 from autopart.errors import CaptureError
 from autopart.ir.graph import Arg, Node, Ref, Size, Value
 from autopart.ir.placement import Partial, Replicate, Shard, TensorPlacement
-from autopart.rules.fact import Fact, Groups, Of, Picks
+from autopart.rules.fact import Fact, Groups, Of, Order, Picks
 from autopart.rules.factor import ArgPath, Call, Dims, Factor, Rule, bind, is_batch, slots
-from autopart.rules.rows import WRITES, groups_of, picked, picks_of, sorted_facts
+from autopart.rules.rows import WRITES, groups_of, picked, picks_of, same_numbers, sorted_facts
 from autopart.rules.table import rule_of
 
 
@@ -93,6 +93,7 @@ class _Step:
             return Dependence(known)
         picks = picks_of(self.name, self.call, self.facts)
         groups = groups_of(self.name, self.call, self.facts)
+        whole = same_numbers(self.name, self.call, self.facts)
         self.picked = self._picked_rows(picks)
         self.order = self._order()
         batch = None if picks is not None and self.name == "arange" else self._batch()
@@ -102,7 +103,7 @@ class _Step:
         zero, uniform = self.zero(), self._uniform()
         order = self.picked.order if self.picked is not None and self.name in WRITES else self.order
         facts = {
-            out.name: Fact(place, self.free, zero, uniform, picks, order, groups)
+            out.name: Fact(place, self.free, zero, uniform, picks, order, groups, whole)
             if isinstance(place, Shard)
             else Fact(place, self.free, zero, groups=groups)
             for (_, out), place in zip(self.outs, places, strict=True)
@@ -135,7 +136,7 @@ class _Step:
                 continue  # the dims of the result do not come from this one
             if found is None:
                 self._couple("it regroups the batch with another dim")
-            if fact.order and dims[slot][fact.place.dim] != (found[0],):
+            if fact.order is not None and dims[slot][fact.place.dim] != (found[0],):
                 self._couple(_REGROUPED)
             (alike if fact.uniform else exact).add(found)
         if not exact and not alike:
@@ -175,7 +176,7 @@ class _Step:
         place: TensorPlacement = Replicate()
         for i, dim in enumerate(self.rule.results[result] or ()):
             if factor in dim:
-                if self.order and dim != (factor,):
+                if self.order is not None and dim != (factor,):
                     self._couple(_REGROUPED)
                 place = Shard(i, within * _elements(dim[: dim.index(factor)], self.rule.factors))
         if self.rule.contracts(result, factor):
@@ -236,7 +237,7 @@ class _Step:
             self._couple(NUMBERS)
         return found
 
-    def _order(self) -> str:
+    def _order(self) -> Order | None:
         """The order of the rows that are read, those aside that are picked from, and what is the same in any order."""
         aside = self.rule.shape_only | ({"self"} if self.picked is not None else set())
         orders = {
@@ -247,11 +248,13 @@ class _Step:
         }
         if len(orders) > 1:
             self._couple("it puts rows that were sorted beside rows in another order")
-        return orders.pop() if orders else ""
+        return orders.pop() if orders else None
 
     def _ends(self) -> tuple[tuple[int, str], ...]:
         """The factors whose groups are of just these rows, so that a microbatch's may be alone, and what says so."""
-        ends = Groups(Of.ENDS, self.order)
+        if self.order is None or not self.order.keys:
+            return ()
+        ends = Groups(Of.ENDS, self.order.keys)
         return tuple((factor, slot) for factor, slot in self.rule.ends if self.facts[slot].groups == ends)
 
 

@@ -23,7 +23,7 @@ from autopart.ir.placed import Cut, Strategy
 from autopart.ir.placement import Dispatched, Own, Partial, Replicate, Shard, TensorPlacement
 from autopart.ir.segmented import Body, Function, defined
 from autopart.rules.dependence import NeededWhole, batch_dims, depend
-from autopart.rules.fact import Fact, Of
+from autopart.rules.fact import Fact, Of, Order
 from autopart.rules.factor import Dims
 from autopart.rules.rows import SORTS
 from autopart.rules.split import as_shard, cut_of, fits, legal, shard_of
@@ -66,7 +66,7 @@ class _Rows:
     `ends` is, by the order of rows, the value that says where their groups end.
     """
 
-    def __init__(self, function: Function, known: dict[str, Fact], ends: Mapping[str, str], degree: int) -> None:
+    def __init__(self, function: Function, known: dict[str, Fact], ends: Mapping[Order, str], degree: int) -> None:
         self.values, self.known, self.ends, self.degree = defined(function), known, dict(ends), degree
         self.ways = tuple([tuple(self._node(node)) for node in function.nodes])
 
@@ -99,7 +99,7 @@ class _Rows:
         fact = self.known[value.name]
         if fact.groups is not None and fact.groups.of is not Of.KEYS:
             return Own()
-        if isinstance(fact.place, Shard) and (fact.order or fact.picks is not None):
+        if isinstance(fact.place, Shard) and (fact.order is not None or fact.picks is not None):
             return Own(fact.place.dim)
         return fact.place
 
@@ -151,10 +151,10 @@ class _Rows:
         """The ends of the groups of a node's rows, `ends` if it reads any; None where rows are not in one order."""
         rows = {name for name, how in places if isinstance(how, Own) and how.dim is not None}
         other = {how for name, how in places if name not in rows | ends}
-        orders = {"" if self.known[name].picks is not None else self.known[name].order for name in rows}
-        if len(orders) != 1 or "" in orders or not all(how in (Replicate(), Partial()) for how in other):
+        orders = {None if self.known[name].picks is not None else self.known[name].order for name in rows}
+        order = orders.pop() if len(orders) == 1 else None
+        if order is None or not all(how in (Replicate(), Partial()) for how in other):
             return None
-        order = orders.pop()
         for name in ends:
             self.ends.setdefault(order, name)
         by = self.ends.get(order)

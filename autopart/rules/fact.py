@@ -10,15 +10,26 @@ from autopart.ir.placement import TensorPlacement
 
 
 @dataclass(frozen=True, slots=True)
+class Order:
+    """An order of rows: that of `indices`, the value by which a sort says it, by `keys`.
+
+    Rows of equal keys are together, in ascending order of these, whole numbers; "" where the keys are of another kind.
+    """
+
+    indices: str
+    keys: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Picks:
     """Numbers that say of each row of a value which of `rows` rows is meant, counted from 0 in the microbatch at hand.
 
-    Those rows lie in the order called `order` (see `Fact`). `once`: each of them is meant once; `own`: the j-th row
+    Those rows lie in this `order` (see `Fact`). `once`: each of them is meant once; `own`: the j-th row
     means the j-th, as ``arange`` has it.
     """
 
     rows: Dim
-    order: str = ""
+    order: Order | None = None
     once: bool = True
     own: bool = False
 
@@ -33,10 +44,10 @@ class Of(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """That a value is something `of` the groups which rows form that were sorted into some `order`."""
+    """That a value is something `of` the groups which rows form that are sorted by `keys`."""
 
     of: Of
-    order: str
+    keys: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +55,9 @@ class Fact:
     """What is known of a value.
 
     `free`: no parameter, tangent or random number enters it; `zero`: it is all zero; `uniform`: all its samples are
-    alike; `picks`: it says which rows of the microbatch are meant, and may only be used to pick those; `order`: its
-    rows lie in the order that this value, the indices of a sort, says, "" for that of the batch; `groups`: what it has
-    to do with groups of such rows.
+    alike; `picks`: it says which rows of the microbatch are meant, and may only be used to pick those; `order`: that of
+    its rows, None for that of the batch; `groups`: what it has to do with groups of sorted rows; `whole`: the value
+    whose whole numbers, one a row, it has.
     """
 
     place: TensorPlacement
@@ -54,5 +65,11 @@ class Fact:
     zero: bool = False
     uniform: bool = False
     picks: Picks | None = None
-    order: str = ""
+    order: Order | None = None
     groups: Groups | None = None
+    whole: str = ""
+
+    def named(self) -> frozenset[str]:
+        """The values that it speaks of: no two sorts, say, give the same order."""
+        keys = self.groups.keys if self.groups is not None else ""
+        return frozenset({keys, self.whole, *((self.order.indices, self.order.keys) if self.order is not None else ())})

@@ -14,9 +14,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
+
 from autopart.ir.graph import Size, Value
 from autopart.ir.placement import Shard
-from autopart.rules.fact import Fact, Groups, Of, Picks
+from autopart.rules.fact import Fact, Groups, Of, Order, Picks
 from autopart.rules.factor import Call, ratio
 
 Facts = Mapping[str, Fact]
@@ -28,6 +30,9 @@ _SAME = VIEWS | {"_to_copy", "detach"}
 
 SORTS = ("sort", "argsort")
 """Operators by which rows get an order of their own."""
+
+ORDERLY = frozenset({"unsqueeze", "squeeze", "view", "_unsafe_view", "reshape", "clone", "alias", "_to_copy", "detach"})
+"""Those of them whose results have each number once, in the same order."""
 
 READS = frozenset({"index", "_unsafe_index", "index_select", "gather"})
 WRITES = frozenset({"index_put", "_unsafe_index_put", "index_add", "scatter_add"})
@@ -42,8 +47,8 @@ def sorted_facts(name: str, call: Call, facts: Facts, free: bool) -> dict[str, F
     if name not in SORTS or given is None or given.place != Shard(0) or call.ndim("self") != 1:
         return None
     keys, indices = (None, *call.results) if name == "argsort" else call.results
-    order = indices or keys
-    if order is None:
+    made = indices or keys
+    if made is None:
         return {}
     rows, ascending = call.shape("self")[0], not call.args.get("descending", False)
     if given.picks is not None:
@@ -51,12 +56,31 @@ def sorted_facts(name: str, call: Call, facts: Facts, free: bool) -> dict[str, F
             return None
         first, second = Fact(Shard(0), free, picks=Picks(rows, own=True)), Picks(rows, given.order)
         return _named(keys, first) | _named(indices, Fact(Shard(0), free, picks=second))
-    if given.order:
+    if given.order is not None:
         return None
-    whole = not call.operands[0].value.dtype.is_floating_point
-    groups = Groups(Of.KEYS, order.name) if ascending and whole else None
-    first = Fact(Shard(0), free, order=order.name, groups=groups)
-    return _named(keys, first) | _named(indices, Fact(Shard(0), free, picks=Picks(rows), order=order.name))
+    by = whole_numbers(call.operands[0].value, given) if ascending else ""
+    order = Order(made.name, by)
+    first = Fact(Shard(0), free, order=order, groups=Groups(Of.KEYS, by) if by else None)
+    return _named(keys, first) | _named(indices, Fact(Shard(0), free, picks=Picks(rows), order=order))
+
+
+def whole_numbers(value: Value, fact: Fact) -> str:
+    """The value whose whole numbers a value has, itself if it is one of such; "" for others."""
+    return fact.whole or ("" if value.dtype.is_floating_point or value.dtype == torch.bool else value.name)
+
+
+def same_numbers(name: str, call: Call, facts: Facts) -> str:
+    """The value whose whole numbers, one a row and in the order of the batch, a result has; "" if there is none."""
+    given = facts.get("self")
+    if name not in ORDERLY or given is None or given.order is not None or given.picks is not None:
+        return ""
+    return whole_numbers(call.operands[0].value, given) if _kept(call) else ""
+
+
+def _kept(call: Call) -> bool:
+    """Whether a result has room for the whole numbers of an operand, which may wrap around in a small type."""
+    out = call.results[0]
+    return out is not None and (out.dtype.is_floating_point or out.dtype.itemsize >= 4)
 
 
 def _named(value: Value | None, fact: Fact) -> dict[str, Fact]:
@@ -85,7 +109,7 @@ def _divided(name: str, call: Call, picks: Picks) -> Picks | None:
     by = call.args.get("other")
     if name != "floor_divide" and call.args.get("rounding_mode") not in ("floor", "trunc"):
         return None
-    fewer = ratio(picks.rows, by) if isinstance(by, int) and by > 0 and not picks.order else None
+    fewer = ratio(picks.rows, by) if isinstance(by, int) and by > 0 and picks.order is None else None
     return None if fewer is None else Picks(fewer, once=False)
 
 
@@ -126,15 +150,21 @@ def picked(name: str, call: Call, facts: Facts, picking: Mapping[str, Picks]) ->
 
 
 def groups_of(name: str, call: Call, facts: Facts) -> Groups | None:
-    """What a result has to do with groups of rows: their keys, how many rows they have, and where these end."""
+    """What a result has to do with groups of rows: their keys, how many rows they have, and where these end.
+
+    It is as well to count keys before they are sorted.
+    """
     given = facts.get("self")
-    if given is None or given.groups is None:
+    if given is None:
         return None
-    of, order = given.groups.of, given.groups.order
+    if name == "histc" and call.args["min"] == 0 < call.args["max"]:  # keys of no group are behind all others
+        sorted_keys = given.groups is not None and given.groups.of is Of.KEYS
+        whole = "" if given.order is not None else whole_numbers(call.operands[0].value, given)
+        keys = given.groups.keys if given.groups is not None and sorted_keys else whole
+        return Groups(Of.COUNTS, keys) if keys else None
+    if given.groups is None:
+        return None
     if name in _SAME:
-        out = call.results[0]
-        kept = out is not None and (out.dtype.is_floating_point or out.dtype.itemsize >= 4)  # else they may wrap around
-        return given.groups if kept else None
-    if name == "histc" and of is Of.KEYS and call.args["min"] == 0 < call.args["max"]:
-        return Groups(Of.COUNTS, order)  # keys of no group are behind all others: none is below 0
-    return Groups(Of.ENDS, order) if name == "cumsum" and of is Of.COUNTS else None
+        return given.groups if _kept(call) else None
+    counts = name == "cumsum" and given.groups.of is Of.COUNTS
+    return Groups(Of.ENDS, given.groups.keys) if counts else None

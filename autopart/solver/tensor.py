@@ -65,11 +65,14 @@ def _joined(body: Body, late: Mapping[str, str]) -> tuple[list[Node], dict[str, 
     return nodes, values
 
 
-def _sorted(ruled: Ruled) -> Iterator[tuple[str, TensorPlacement]]:
-    """The splits of rows that each place of an axis may sort for itself: on the axes before it they are together."""
-    for name, how in (pair for way in ruled.by_rows for pair in ruled.places(way)):
-        if isinstance(how, Own) and how.dim is not None:
-            yield name, Shard(how.dim)
+def _sorted(ruled: Ruled) -> Iterator[tuple[str, int]]:
+    """The dims of the rows that a node sorts, counts, or has in their order: on axes before they are together."""
+    for way in ruled.by_rows[:1]:
+        begins = not any(isinstance(how, Own) for _, how in way.needs)
+        for name, how in ruled.places(way):
+            dim = how.dim if isinstance(how, Own) or (isinstance(how, Shard) and begins) else None
+            if dim is not None:
+                yield name, dim
 
 
 class _Build:
@@ -103,7 +106,7 @@ class _Build:
         self.late = {v.name: v.name + LATER for v in backward.inputs if v.name not in self.back_given}
         self.nodes, self.values = _joined(body, self.late)
         self.ruled = [Ruled.of(node, self.values) for node in self.nodes]
-        self.together: set[tuple[str, TensorPlacement]] = set()
+        self.together: set[tuple[str, int]] = set()
         if axis.divides or axis.alike:
             self._sort_rows(body)
         if turns is None:
@@ -131,10 +134,8 @@ class _Build:
         cut = zip(self.ruled, [sorted(c, key=str) for c in cuts], strict=True)
         options = [strategies(r, c, self.degree, rows=splits is not None and splits.rows) for r, c in cut]
         if self.together:
-            options = [
-                tuple(s for s in taken if not self.together & {*r.places(s)})
-                for r, taken in zip(self.ruled, options, strict=True)
-            ]
+            pairs = zip(self.ruled, options, strict=True)
+            options = [tuple(way for way in taken if not self._parts(ruled, way)) for ruled, taken in pairs]
         options = options if splits is not None else [taken[:1] for taken in options]
         shards = splits.shards if splits is not None else {}
         for other in self.others:
@@ -163,6 +164,10 @@ class _Build:
         moves += tuple((name, ((0,) * len(p),) * len(p)) for name, p in self.places.items() if name not in read)
         layout = Layout(tuple(units), moves)
         return BodyLayout(self.body, self.axis, layout, self.places, tuple(found), None if all_of_it else layout)
+
+    def _parts(self, ruled: Ruled, way: Strategy) -> bool:
+        """Whether a strategy splits rows that are to stay together."""
+        return any(isinstance(how, Shard) and (name, how.dim) in self.together for name, how in ruled.places(way))
 
     # ---- which placements come into question -------------------------------------------------------------------------
 
