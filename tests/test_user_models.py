@@ -129,6 +129,20 @@ class Recurrent(nn.Module):
         return F.mse_loss(sum(gate[:, i : i + 1] * expert(h) for i, expert in enumerate(self.experts)), y)
 
 
+class Penalised(nn.Module):
+    """A critic whose loss has the norm of its gradient, as of each sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.f = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        leaf = x.detach().requires_grad_()
+        score = self.f(leaf)
+        (slope,) = torch.autograd.grad(score.sum(), leaf, create_graph=True)
+        return score.mean() + (slope.norm(dim=1) - 1).square().mean()
+
+
 class TimeFirst(nn.Module):
     """Its first input's batch is at dim 1."""
 
@@ -151,6 +165,7 @@ MODELS: list[tuple[type[nn.Module], Callable[[], tuple[Any, ...]]]] = [
     (Shared, lambda: (torch.randn(6, 6),)),
     (Containers, lambda: (torch.randn(6, 5), integers(10, 6))),
     (Tied, lambda: (integers(9, 6, 3), integers(9, 6, 3))),
+    (Penalised, lambda: (torch.randn(6, 5),)),
     (Recurrent, lambda: (torch.randn(6, 4, 3), torch.randn(6, 2))),
 ]
 
